@@ -22,8 +22,8 @@ from jaxpipe.scheduling.graph import Graph
 class Program:
     """A closed jaxpr without constants (they are arguments), to be compiled once per device.
 
-    ``donate``: positions of arguments whose buffers may be overwritten: accumulators always,
-    reusable cotangents where the runtime says so (see `PassSpec.reusable`).
+    Buffers that may be overwritten: accumulators always, reusable cotangents where the plan says
+    so (`PassSpec.reusable` and ``Run.reuse`` together; a W never reuses a cotangent).
     """
 
     name: str
@@ -58,9 +58,9 @@ class Stage:
     """One stage: which leaves it reads and the programs of its passes.
 
     ``params``: flat positions in the parameter tree of the leaves this stage uses. ``constants``:
-    arrays closed over by the model that this stage uses. The prologue is called once per step as
-    ``prologue(*params, *constants)`` and gives the stage's *resident* list; where it is None, the
-    resident list is ``(*params, *constants)`` itself. ``accumulate``: positions in the resident
+    arrays closed over by the model that this stage uses. The stage's *resident* list is
+    ``(*params, *constants, *prologue(*params, *constants))``; where ``prologue`` is None the last
+    part is empty. The prologue runs once per step. ``accumulate``: positions in the resident
     list that receive gradients, with ``accumulator_avals`` their shapes and dtypes (grad_dtype).
     Gradients of parameters: ``epilogue(*params, *constants, *accumulators)`` once per step gives
     one gradient for each position in ``grad_params`` (flat parameter positions); where it is None,
