@@ -28,4 +28,5 @@ class Action(NamedTuple):
     def __repr__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
-    __str__ = __repr__
+    def __str__(self) -> str:
+        return repr(self)

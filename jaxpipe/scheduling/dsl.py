@@ -59,8 +59,7 @@ class ScheduleFunction:
 
     ``build(devices, microbatches, placement, **options)`` gives one order per device;
     ``options`` maps the option names that ``build`` takes to their defaults (`REQUIRED` where
-    there is none). The placement's own options are accepted too. ``check=False`` leaves the check
-    of the result to the caller.
+    there is none). The placement's own options are accepted too.
     """
 
     def __init__(
@@ -196,7 +195,16 @@ def schedule(
     The result raises `ScheduleError` naming the device, the position and the action.
     """
     if fun is None:
-        return lambda fun: schedule(fun, placement=placement, stages=stages, name=name)
+        return lambda fun: _make(fun, placement, stages, name)
+    return _make(fun, placement, stages, name)
+
+
+def _make(
+    fun: Callable[..., Order],
+    placement: placements.Placement,
+    stages: int | Callable[..., int] | None,
+    name: str | None,
+) -> ScheduleFunction:
     if not callable(fun):
         raise ScheduleError(f"@schedule decorates a generator function, got {fun!r}.")
     options, any_option = _parameters(fun, skip=3)
@@ -209,7 +217,7 @@ def schedule(
 
     return ScheduleFunction(
         build,
-        name=name or getattr(fun, "__name__", "schedule"),
+        name=str(name or getattr(fun, "__name__", "schedule")),
         doc=fun.__doc__,
         placement=placement,
         stages=stages,
@@ -275,7 +283,9 @@ def _place(
 ) -> tuple[int, ...]:
     placed = placement(devices, **options) if callable(placement) else placement
     if isinstance(placed, str) or not isinstance(placed, Sequence) or not placed:
-        raise ScheduleError(f"Schedule {name}: its placement is {placed!r}, not a tuple of devices.")
+        raise ScheduleError(
+            f"Schedule {name}: its placement is {placed!r}, not a tuple of devices."
+        )
     for stage, device in enumerate(placed):
         if isinstance(device, bool) or not isinstance(device, int) or not 0 <= device < devices:
             raise ScheduleError(
@@ -288,7 +298,9 @@ def _place(
 def _parameters(fun: Callable[..., Any], *, skip: int) -> tuple[dict[str, Any], bool]:
     """The options that ``fun`` takes after ``skip`` sizes, and whether it takes any at all."""
     found = list(inspect.signature(fun).parameters.values())
-    named = {p.name: p.default for p in found[skip:] if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    named = {
+        p.name: p.default for p in found[skip:] if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    }
     return named, any(p.kind == p.VAR_KEYWORD for p in found)
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxpipe.scheduling.actions import Action
+from jaxpipe.scheduling.graph import Graph
+from jaxpipe.scheduling.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +69,83 @@ class Free:
 
 
 Instruction = Run | Send | Recv | Accumulate | Free
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One instruction list per device, and what follows from the lists alone.
+
+    ``walk``: every instruction once as (device, index), in an order in which a single thread can
+    execute them all; a Send and its Recv are neighbours in it. ``live``: for each instruction the
+    bytes that its device holds afterwards (in the unit of the graph), without what stays for the
+    whole step. ``peaks``: the most of these, by device. ``links``: the pairs (source, destination)
+    that transfers use, in the order of their first use.
+    """
+
+    schedule: Schedule
+    graph: Graph
+    lists: tuple[tuple[Instruction, ...], ...]
+    walk: tuple[tuple[int, int], ...]
+    live: tuple[tuple[int, ...], ...]
+    peaks: tuple[int, ...]
+    links: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        """The lists for people: one line per instruction with the bytes held after it."""
+        lines = []
+        for device, (instructions, live) in enumerate(zip(self.lists, self.live, strict=True)):
+            lines.append(f"device {device}, peak {self.peaks[device]}")
+            for instruction, held in zip(instructions, live, strict=True):
+                lines.append(f"  {_say(instruction, self.graph):60} {held:>12}")
+        return "\n".join(lines)
+
+
+def _say(instruction: Instruction, graph: Graph) -> str:
+    match instruction:
+        case Run(action, reuse, accumulate):
+            text = f"run {action}"
+            if reuse:
+                text += f", reusing {', '.join(graph.values[v].name for v in reuse)}"
+            return text if accumulate else f"{text}, gradient pending"
+        case Send(value, microbatch, to):
+            return f"send {graph.values[value].name} [{microbatch}] to device {to}"
+        case Recv(value, microbatch, source):
+            return f"receive {graph.values[value].name} [{microbatch}] from device {source}"
+        case Accumulate(stage, microbatch):
+            return f"accumulate the gradient of stage {stage} [{microbatch}]"
+        case Free(value, microbatch):
+            return f"free {graph.values[value].name} [{microbatch}]"
+
+
+def plan(schedule: Schedule, graph: Graph | None = None, *, accumulate: str = "index") -> Plan:
+    """Turn each device's order into instructions, transfers and frees included.
+
+    ``graph``: a chain if none is given. ``accumulate``: ``"index"`` adds the weight gradients of a
+    stage in ascending microbatch order, whatever the order of its backwards (a gradient that comes
+    early is held until its turn); ``"arrival"`` adds them as they come. A pass that the graph calls
+    empty gets no instruction. Raises `ScheduleError` as `check` does.
+
+    >>> print(plan(Schedule.parse("0F0 0B0\\n1F0 1B0")))
+    device 0, peak 1
+      run 0F0                                                                 1
+      send output of stage 0 [0] to device 1                                  1
+      free output of stage 0 [0]                                              1
+      receive cotangent of stage 0's output [0] from device 1                 1
+      run 0B0                                                                 1
+      free activations of stage 0 [0]                                         0
+      free cotangent of stage 0's output [0]                                  0
+    device 1, peak 1
+      receive output of stage 0 [0] from device 0                             0
+      run 1F0                                                                 1
+      free output of stage 0 [0]                                              1
+      run 1B0                                                                 1
+      free activations of stage 1 [0]                                         0
+      send cotangent of stage 0's output [0] to device 0                      0
+      free cotangent of stage 0's output [0]                                  0
+    """
+    from jaxpipe.scheduling.check import check
+    from jaxpipe.scheduling.planning import make_plan
+
+    graph = graph or Graph.chain(schedule.stages)
+    check(schedule, graph)
+    return make_plan(schedule, graph, accumulate)

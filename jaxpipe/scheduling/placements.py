@@ -59,4 +59,6 @@ def wave(devices: int, w: int = 1) -> tuple[int, ...]:
 
 def _at_least_one(placement: str, what: str, number: int) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ScheduleError(f"placement {placement}: {what} must be an integer >= 1, got {number!r}")
+        raise ScheduleError(
+            f"placement {placement}: {what} must be an integer >= 1, got {number!r}"
+        )
