@@ -9,11 +9,9 @@ from jaxpipe.scheduling import placements
 from jaxpipe.scheduling.actions import KINDS, Action
 from jaxpipe.scheduling.check import check
 from jaxpipe.scheduling.costs import Costs
-from jaxpipe.scheduling.costs import Costs
 from jaxpipe.scheduling.dsl import B, F, I, Kind, LocalAction, ScheduleFunction, W, schedule
 from jaxpipe.scheduling.graph import Graph, Pass, Value
 from jaxpipe.scheduling.greedy import fastest, greedy
-from jaxpipe.scheduling.greedy import greedy
 from jaxpipe.scheduling.instructions import (
     Accumulate,
     Free,
@@ -27,8 +25,6 @@ from jaxpipe.scheduling.instructions import (
 from jaxpipe.scheduling.resolve import resolve
 from jaxpipe.scheduling.schedule import Schedule
 from jaxpipe.scheduling.simulate import simulate
-from jaxpipe.scheduling.timeline import Timeline
-from jaxpipe.scheduling.simulate import simulate
 from jaxpipe.scheduling.timeline import Timeline, Transfer
 
 __all__ = [
@@ -36,7 +32,6 @@ __all__ = [
     "Accumulate",
     "Action",
     "B",
-    "Costs",
     "Costs",
     "F",
     "Free",
@@ -54,18 +49,15 @@ __all__ = [
     "ScheduleFunction",
     "Send",
     "Timeline",
-    "Timeline",
     "Transfer",
     "Value",
     "W",
     "check",
-    "greedy",
     "fastest",
     "greedy",
     "placements",
     "plan",
     "resolve",
     "schedule",
-    "simulate",
     "simulate",
 ]
