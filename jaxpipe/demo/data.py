@@ -39,7 +39,9 @@ class Corpus:
         ``limit`` caps the number of bytes read. Tests and installed packages are left out.
         """
         root = Path(sysconfig.get_path("stdlib"))
-        train, held_out, size = [], [], 0
+        train: list[np.ndarray] = []
+        held_out: list[np.ndarray] = []
+        size = 0
         for index, path in enumerate(_sources(root)):
             text = np.frombuffer(path.read_bytes(), np.uint8)
             size += len(text)
