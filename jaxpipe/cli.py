@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from absl import app, flags
+from absl import app, flags, logging
 from absl.flags import argparse_flags
 
 from jaxpipe import schedule_source
@@ -84,6 +84,7 @@ def run() -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the subcommand of parsed ``args``; returns the exit code."""
+    logging.set_verbosity(logging.WARNING)  # jax tells at INFO which accelerators it lacks
     try:
         args.command(args)
     except (CommandError, ScheduleError, PipelineError) as error:
@@ -163,17 +164,16 @@ def _demo(args: argparse.Namespace) -> None:
     import jax
     from rich.console import Console
 
-    from jaxpipe.demo.program import Options
-    from jaxpipe.demo.program import run as run_demo
-
     schedule = schedule_source.build(
         source,
         called=args.schedule,
-        devices=wanted or min(len(jax.devices()), args.layers),
+        devices=wanted or len(jax.devices()),
         microbatches=args.microbatches,
     )
     _check_schedule(schedule, args, present=len(jax.devices()), kind=jax.default_backend())
-    options = Options(
+    from jaxpipe.demo import program
+
+    options = program.Options(
         steps=args.steps,
         layers=args.layers,
         width=args.width,
@@ -183,7 +183,7 @@ def _demo(args: argparse.Namespace) -> None:
         reference=args.reference,
         out=args.out,
     )
-    run_demo(options, schedule, corpus, Console(soft_wrap=not sys.stdout.isatty()))
+    program.run(options, schedule, corpus, Console(soft_wrap=not sys.stdout.isatty()))
 
 
 def emulate_cpu_devices(count: int) -> None:
