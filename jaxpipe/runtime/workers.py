@@ -1,0 +1,70 @@
+"""One host thread per device, kept from call to call.
+
+XLA runs small CPU programs on the thread that calls them, and a dispatch blocks while a device's
+queue is full: with a thread for each device, devices work at once. The threads are daemons; they
+end when their `Workers` is closed, collected as garbage, or when the interpreter exits. This file
+knows nothing of what the threads run.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+Job = Callable[[], None]
+
+
+class Workers:
+    """Threads 0..n-1, each with a queue of jobs that it runs in order.
+
+    A job deals with its own exceptions. Threads start with the first `submit`.
+
+    >>> done = SimpleQueue()
+    >>> workers = Workers(2)
+    >>> workers.submit([lambda: done.put("a"), lambda: done.put("b")])
+    >>> sorted([done.get(), done.get()])
+    ['a', 'b']
+    >>> workers.close()
+    """
+
+    def __init__(self, count: int) -> None:
+        self._inboxes: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in range(count)]
+        self._threads: list[threading.Thread] = []
+        self._finalizer = weakref.finalize(self, _stop, self._inboxes, self._threads)
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Hand job i to thread i; returns at once."""
+        if not self._threads:
+            self._start()
+        for inbox, job in zip(self._inboxes, jobs, strict=True):
+            inbox.put(job)
+
+    def close(self) -> None:
+        """End the threads after the jobs they hold."""
+        self._finalizer()
+
+    def _start(self) -> None:
+        if not self._finalizer.alive:
+            raise RuntimeError("these workers are closed")
+        for number, inbox in enumerate(self._inboxes):
+            thread = threading.Thread(
+                target=_serve, args=(inbox,), name=f"jaxpipe device {number}", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+
+
+def _serve(inbox: SimpleQueue[Job | None]) -> None:
+    while (job := inbox.get()) is not None:
+        job()
+        del job  # a waiting thread holds no arrays
+
+
+def _stop(inboxes: list[SimpleQueue[Job | None]], threads: list[threading.Thread]) -> None:
+    for inbox in inboxes:
+        inbox.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(timeout=10.0)
