@@ -1,0 +1,27 @@
+"""Numbers for people: bytes, operations and times with a fitting unit."""
+
+from __future__ import annotations
+
+_SI = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def si(number: float, unit: str = "") -> str:
+    """Three digits, a decimal prefix and a unit.
+
+    >>> si(0, "B"), si(999, "B"), si(28_300_000, "B"), si(1.5e9, "FLOP")
+    ('0 B', '999 B', '28.3 MB', '1.5 GFLOP')
+    """
+    for factor, prefix in _SI:
+        if abs(number) >= 0.9995 * factor:
+            return f"{number / factor:.3g} {prefix}{unit}".rstrip()
+    return f"{number:.3g} {unit}".rstrip()
+
+
+def nbytes(number: float) -> str:
+    """A size: ``28.3 MB`` (decimal prefixes)."""
+    return si(number, "B")
+
+
+def flops(number: float) -> str:
+    """Operations: ``1.5 GFLOP``."""
+    return si(number, "FLOP")
