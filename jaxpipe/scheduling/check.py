@@ -8,7 +8,7 @@ running the orders comes to the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.scheduling.actions import Action
@@ -54,7 +54,8 @@ def check(
             f"{_name(schedule)} has {schedule.stages} stages, but the model was cut into "
             f"{graph.stages}. Cut it into {schedule.stages}, or take a schedule for {graph.stages}."
         )
-    for fault in _faults(schedule, graph):
+    fault = next(_faults(schedule, graph), None)
+    if fault is not None:
         raise fault
     if memory_limit is not None:
         _check_memory(schedule, graph, memory_limit)
@@ -188,7 +189,7 @@ def _check_memory(schedule: Schedule, graph: Graph, memory_limit: float | Sequen
     from jaxpipe.scheduling.instructions import Accumulate, Free, Run
     from jaxpipe.scheduling.planning import make_plan
 
-    if isinstance(memory_limit, Sequence):
+    if isinstance(memory_limit, Iterable):
         limits = list(memory_limit)
         if len(limits) != schedule.devices:
             raise ScheduleError(

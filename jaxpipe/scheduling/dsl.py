@@ -9,7 +9,7 @@ actions into a *schedule function*, which is called with sizes and options and r
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, overload
 
@@ -207,13 +207,27 @@ def _make(
 ) -> ScheduleFunction:
     if not callable(fun):
         raise ScheduleError(f"@schedule decorates a generator function, got {fun!r}.")
+    try:
+        inspect.signature(fun).bind_partial(0, 1, 1)
+    except TypeError:
+        raise ScheduleError(
+            f"@schedule: {getattr(fun, '__name__', fun)} must take (device, devices, "
+            f"microbatches, **options), but its signature is {inspect.signature(fun)}."
+        ) from None
     options, any_option = _parameters(fun, skip=3)
+
+    def order(device: int, devices: int, microbatches: int, **options: Any) -> object:
+        """What ``fun`` returns; an error raised by calling it comes when the order is read."""
+        try:
+            return fun(device, devices, microbatches, **options)
+        except Exception as error:
+            return _raising(error)
 
     def build(
         devices: int, microbatches: int, placement: tuple[int, ...], **options: Any
-    ) -> Iterable[Order]:
+    ) -> Iterable[Any]:
         for device in range(devices):
-            yield fun(device, devices, microbatches, **options)
+            yield order(device, devices, microbatches, **options)
 
     return ScheduleFunction(
         build,
@@ -225,6 +239,11 @@ def _make(
         any_option=any_option,
         wrapped=fun,
     )
+
+
+def _raising(error: Exception) -> Iterator[LocalAction]:
+    raise error
+    yield
 
 
 def _order(
