@@ -25,6 +25,7 @@ from jaxpipe.demo.model import Decoder, loss_of, optimizer
 from jaxpipe.demo.plain import PlainState, plain_step
 from jaxpipe.demo.sampling import sample
 from jaxpipe.scheduling.schedule import Schedule
+from jaxpipe.view.grid import print_grid
 
 PROMPT = b"def "
 HELD_OUT_BATCHES = 16
@@ -161,7 +162,7 @@ def _say_what_runs(console: Console, options: Options, params: Any, corpus: Corp
 
 def _show_schedule(console: Console, lowered: Any) -> None:
     timeline = lowered.simulate()
-    console.print(format(lowered.schedule, "grid"), markup=False, highlight=False)
+    print_grid(timeline, console=console)
     console.print(str(timeline), markup=False, highlight=False)
 
 
