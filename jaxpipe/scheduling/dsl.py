@@ -118,7 +118,7 @@ class ScheduleFunction:
     ) -> tuple[dict[str, Any], tuple[int, ...]]:
         """Options for ``build`` (defaults filled in), and the placement as a tuple."""
         of_placement, placement_takes_any = (
-            _parameters(self.placement, skip=1) if callable(self.placement) else ({}, False)
+            parameters_of(self.placement, skip=1) if callable(self.placement) else ({}, False)
         )
         known = {**of_placement, **self.options}
         for option in options:
@@ -149,7 +149,7 @@ class ScheduleFunction:
             return
         wanted = self._stages
         if callable(wanted):
-            accepted, takes_any = _parameters(wanted, skip=1)
+            accepted, takes_any = parameters_of(wanted, skip=1)
             given = {k: v for k, v in options.items() if takes_any or k in accepted}
             wanted = wanted(devices, **given)
         if wanted != len(placement):
@@ -214,7 +214,7 @@ def _make(
             f"@schedule: {getattr(fun, '__name__', fun)} must take (device, devices, "
             f"microbatches, **options), but its signature is {inspect.signature(fun)}."
         ) from None
-    options, any_option = _parameters(fun, skip=3)
+    options, any_option = parameters_of(fun, skip=3)
 
     def order(device: int, devices: int, microbatches: int, **options: Any) -> object:
         """What ``fun`` returns; an error raised by calling it comes when the order is read."""
@@ -300,7 +300,15 @@ def _action(
 def _place(
     name: str, placement: placements.Placement, devices: int, options: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    placed = placement(devices, **options) if callable(placement) else placement
+    try:
+        placed = placement(devices, **options) if callable(placement) else placement
+    except ScheduleError:
+        raise
+    except Exception as error:
+        raise ScheduleError(
+            f"Schedule {name}: its placement raised {type(error).__name__}: {error} "
+            f"(devices={devices})."
+        ) from error
     if isinstance(placed, str) or not isinstance(placed, Sequence) or not placed:
         raise ScheduleError(
             f"Schedule {name}: its placement is {placed!r}, not a tuple of devices."
@@ -314,7 +322,7 @@ def _place(
     return tuple(placed)
 
 
-def _parameters(fun: Callable[..., Any], *, skip: int) -> tuple[dict[str, Any], bool]:
+def parameters_of(fun: Callable[..., Any], *, skip: int) -> tuple[dict[str, Any], bool]:
     """The options that ``fun`` takes after ``skip`` sizes, and whether it takes any at all."""
     found = list(inspect.signature(fun).parameters.values())
     named = {

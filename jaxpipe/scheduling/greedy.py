@@ -14,7 +14,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.scheduling import placements
 from jaxpipe.scheduling.actions import KINDS
 from jaxpipe.scheduling.costs import Costs
-from jaxpipe.scheduling.dsl import Kind, ScheduleFunction, _parameters
+from jaxpipe.scheduling.dsl import Kind, ScheduleFunction, parameters_of
 from jaxpipe.scheduling.graph import Graph
 from jaxpipe.scheduling.list_scheduling import TIES, Orders, Task, try_ties
 from jaxpipe.scheduling.schedule import Schedule, chunks_of
@@ -60,7 +60,7 @@ def greedy(
             raise ScheduleError(f"greedy(ties=...) knows {', '.join(TIES)}, not {tie!r}.")
     if not ties:
         raise ScheduleError(f"greedy(ties=()) leaves nothing to try; name some of {TIES}.")
-    of_limit, any_option = ({}, False) if in_flight is None else _parameters(in_flight, skip=2)
+    of_limit, any_option = ({}, False) if in_flight is None else parameters_of(in_flight, skip=2)
 
     def build(
         devices: int,

@@ -179,13 +179,20 @@ class Schedule:
         )
 
     def __format__(self, spec: str) -> str:
-        """``format(s)`` is the text form; ``format(s, "grid")`` draws it over time."""
-        from jaxpipe.scheduling.text import to_grid
+        """``format(s)`` is the text form; ``format(s, "grid")`` draws it over time (F = I = W = 1).
 
+        The grid of a schedule that cannot be run raises `ScheduleError`.
+
+        >>> print(format(Schedule.parse("0F0 0F1 0B0 0B1\\n1F0 1B0 1F1 1B1"), "grid"))
+        device 0  F0 F1 .  .  B0--- .  B1---
+        device 1  .  F0 B0--- F1 B1--- .  .
+        """
         if spec in ("", "text"):
             return str(self)
         if spec == "grid":
-            return to_grid(self)
+            from jaxpipe.view.grid import render_grid
+
+            return render_grid(self)
         raise ValueError(f'A schedule has the formats "text" and "grid", not {spec!r}.')
 
     @classmethod

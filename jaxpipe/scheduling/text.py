@@ -1,4 +1,4 @@
-"""Schedules as text: the line form, the grid over time, and excerpts for error messages.
+"""Schedules as text: the line form, and excerpts of it for error messages.
 
 The line form has one line per device, actions separated by spaces; an idle device is ``-``.
 Reading is anchored: what is not wholly an action is refused with its line and column.
@@ -107,32 +107,6 @@ def from_orders(
     return Schedule(len(orders), stages, microbatches, tuple(placement), tuple(orders), name)
 
 
-def to_grid(schedule: Schedule) -> str:
-    """The schedule over time: one row per device, one column per unit of time (B takes two).
-
-    F, I and W take one unit each and transfers none. Where the schedule deadlocks, what never runs
-    stands after a bar.
-
-    >>> print(to_grid(Schedule.parse("0F0 0F1 0B0 0B1\\n1F0 1B0 1F1 1B1")))
-    device 0 | 0F0 0F1  .   .  0B0 0B0  .  0B1 0B1
-    device 1 |  .  1F0 1B0 1B0 1F1 1B1 1B1  .   .
-    """
-    from jaxpipe.scheduling.dataflow import DURATION, needs_of, unit_steps
-    from jaxpipe.scheduling.graph import Graph
-
-    chain = Graph.chain(schedule.stages)
-    steps = unit_steps(schedule, chain, needs_of(schedule, chain))
-    length = max((t + DURATION[a.kind] for a, t in steps.start.items()), default=0)
-    rows = []
-    for order, ran in zip(schedule.orders, steps.ran, strict=True):
-        row = ["."] * length
-        for action in order[:ran]:
-            for t in range(DURATION[action.kind]):
-                row[steps.start[action] + t] = str(action)
-        rows.append([*row, *(("|", *map(str, order[ran:])) if ran < len(order) else ())])
-    return _table(rows, range(schedule.devices))
-
-
 def excerpt(schedule: Schedule, marks: Mapping[int, int], *, around: int = 5) -> str:
     """The rows of the devices in ``marks`` and their neighbours, near the marked positions.
 
@@ -153,12 +127,3 @@ def excerpt(schedule: Schedule, marks: Mapping[int, int], *, around: int = 5) ->
             width = len(cells[center - low]) if center - low < len(cells) else 1
             lines.append(" " * (len(head) + before) + "^" * width)
     return "\n".join(lines)
-
-
-def _table(rows: list[list[str]], devices: Sequence[int]) -> str:
-    width = max((len(cell) for row in rows for cell in row), default=1)
-    label = len(str(max(devices)))
-    return "\n".join(
-        f"device {device:>{label}} | {' '.join(cell.center(width) for cell in row)}".rstrip()
-        for device, row in zip(devices, rows, strict=True)
-    )

@@ -6,12 +6,13 @@ from collections import deque
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_schedules import graphs, needs, shuffled_schedules, valid_schedules
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.scheduling import Action, Graph, Schedule, Value, check, plan
 from jaxpipe.scheduling.dataflow import needs_of, unit_steps
 from jaxpipe.scheduling.waits import shortest_cycle
+
+from .random_schedules import graphs, needs, shuffled_schedules, valid_schedules
 
 
 def refusal(schedule, *args, **kwargs):

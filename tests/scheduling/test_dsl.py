@@ -146,6 +146,7 @@ def make(*items, **options):
         (make(F(True)), "is not an integer"),
         (make(F(0)), "mine"),
         (make(placement=lambda devices: 3), "its placement is 3, not a tuple of devices"),
+        (make(placement=lambda devices: 1 // 0), "its placement raised ZeroDivisionError"),
         (make(placement=(0, 5)), "puts stage 1 on device 5"),
     ],
 )

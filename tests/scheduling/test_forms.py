@@ -5,12 +5,13 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_schedules import any_schedules, graphs, valid_schedules
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.scheduling import Action, Schedule
 from jaxpipe.scheduling.files import from_csv, from_json, to_csv, to_json
 from jaxpipe.scheduling.text import from_text, to_text
+
+from .random_schedules import any_schedules, graphs, valid_schedules
 
 GOOD = {
     "format": "jaxpipe.schedule",
@@ -179,7 +180,7 @@ def test_idle_devices_and_windows_line_ends_are_read():
 def test_placement_may_be_given_with_the_text():
     schedule = Schedule.parse("0F0\n-", placement=[0, 1])
     assert (schedule.stages, schedule.devices) == (2, 2)
-    with pytest.raises(ScheduleError, match="its stage is 3, but stages are 0..1"):
+    with pytest.raises(ScheduleError, match=r"its stage is 3, but stages are 0\.\.1"):
         Schedule.parse("3F0\n-", placement=[0, 1])
 
 
@@ -229,24 +230,16 @@ def test_a_loaded_text_is_named_after_its_file(tmp_path):
 def test_grid_shows_time():
     schedule = Schedule.parse("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
     assert format(schedule, "grid") == (
-        "device 0 | 0F0 0F1  .   .  0B0 0B0  .  0B1 0B1\n"
-        "device 1 |  .  1F0 1B0 1B0 1F1 1B1 1B1  .   ."
+        "device 0  F0 F1 .  .  B0--- .  B1---\ndevice 1  .  F0 B0--- F1 B1--- .  ."
     )
     assert f"{schedule}" == format(schedule, "text") == str(schedule)
     with pytest.raises(ValueError, match=r'"text" and "grid"'):
         format(schedule, "svg")
 
 
-@given(any_schedules())
-@settings(max_examples=100, deadline=None)
-def test_grid_and_repr_of_any_schedule_are_drawn(schedule):
-    assert len(format(schedule, "grid").splitlines()) == schedule.devices
-    assert "devices=" in repr(schedule)
-
-
-def test_grid_of_a_deadlock_shows_what_never_runs():
-    grid = format(Schedule.parse("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0"), "grid")
-    assert grid == "device 0 | 0F0  |  0B0 0F1 0B1\ndevice 1 |  .   |  1F1 1B1 1F0 1B0"
+def test_grid_of_a_deadlock_is_refused():
+    with pytest.raises(ScheduleError, match="deadlock"):
+        format(Schedule.parse("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0"), "grid")
 
 
 def test_actions_read_and_print():

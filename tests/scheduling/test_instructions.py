@@ -5,7 +5,6 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_schedules import graphs, maker, reads, valid_schedules
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.scheduling import (
@@ -21,6 +20,8 @@ from jaxpipe.scheduling import (
     placements,
     plan,
 )
+
+from .random_schedules import graphs, maker, reads, valid_schedules
 
 
 @st.composite

@@ -8,10 +8,11 @@ import sys
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from random_schedules import any_schedules
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.scheduling import Action, Schedule, placements
+
+from .random_schedules import any_schedules
 
 ONE = ((Action(0, "F", 0), Action(0, "B", 0)),)
 
