@@ -9,7 +9,7 @@ from jaxpipe.scheduling import placements
 from jaxpipe.scheduling.actions import KINDS, Action
 from jaxpipe.scheduling.check import check
 from jaxpipe.scheduling.costs import Costs
-from jaxpipe.scheduling.dsl import B, F, I, Kind, LocalAction, ScheduleFunction, W, schedule
+from jaxpipe.scheduling.dsl import schedule
 from jaxpipe.scheduling.graph import Graph, Pass, Value
 from jaxpipe.scheduling.greedy import fastest, greedy
 from jaxpipe.scheduling.instructions import (
@@ -22,8 +22,10 @@ from jaxpipe.scheduling.instructions import (
     Send,
     plan,
 )
+from jaxpipe.scheduling.kinds import B, F, I, Kind, LocalAction, W
 from jaxpipe.scheduling.resolve import resolve
 from jaxpipe.scheduling.schedule import Schedule
+from jaxpipe.scheduling.schedule_function import ScheduleFunction
 from jaxpipe.scheduling.simulate import simulate
 from jaxpipe.scheduling.timeline import Timeline, Transfer
 

@@ -14,10 +14,11 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.scheduling import placements
 from jaxpipe.scheduling.actions import KINDS
 from jaxpipe.scheduling.costs import Costs
-from jaxpipe.scheduling.dsl import Kind, ScheduleFunction, parameters_of
 from jaxpipe.scheduling.graph import Graph
+from jaxpipe.scheduling.kinds import Kind
 from jaxpipe.scheduling.list_scheduling import TIES, Orders, Task, try_ties
 from jaxpipe.scheduling.schedule import Schedule, chunks_of
+from jaxpipe.scheduling.schedule_function import ScheduleFunction, parameters_of
 from jaxpipe.scheduling.simulate import simulate
 
 
