@@ -1,0 +1,5 @@
+"""Plan: how a model's segments are grouped into stages. Knows capture and scheduling."""
+
+from jaxpipe.plan.group import balance, describe, group
+
+__all__ = ["balance", "describe", "group"]
