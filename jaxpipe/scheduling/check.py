@@ -218,8 +218,8 @@ def _check_memory(schedule: Schedule, graph: Graph, memory_limit: float | Sequen
         stage = done[-1].stage if done else schedule.chunks(device)[0]
         raise _fault(
             schedule,
-            f"device {device} holds {held} {moment} (position {position}), over its limit of "
-            f"{limit}, and {peak} at its peak{_line(graph, stage)}. Raise the limit, or take a "
+            f"device {device} holds {held:,} {moment} (position {position}), over its limit of "
+            f"{limit:,}, and {peak:,} at its peak{_line(graph, stage)}. Raise the limit, or take a "
             "schedule that keeps fewer microbatches in flight there.",
             {device: position},
         )
