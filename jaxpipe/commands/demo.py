@@ -133,7 +133,7 @@ def emulate_cpu_devices(count: int) -> None:
     """
     asked = os.environ.get("XLA_FLAGS", "")
     if not _EMULATION.search(asked):
-        emulation = f"--xla_force_host_platform_devicecount={count}"
+        emulation = f"--xla_force_host_platform_device_count={count}"
         os.environ["XLA_FLAGS"] = f"{asked} {emulation}".strip()
 
 
