@@ -1,5 +1,7 @@
 """Zero bubble on a V: each device holds a first and a last chunk (Qi et al., arXiv 2405.15362)."""
 
+from functools import partial
+
 from jaxpipe.scheduling import F, I, W, fastest, greedy, placements
 
 
@@ -8,12 +10,20 @@ def as_much_as_1f1b(device, devices):
     return 2 * devices
 
 
-# Taking turns between its two chunks, and forwards before backwards where both can run, a device
-# is never idle after its first action if all times are equal.
-in_turns = greedy(
-    prefer=(F, I, W), ties=("turns",), in_flight=as_much_as_1f1b, placement=placements.vee
+def for_way_back(device, devices):
+    """Of these, what second chunks can count on: the more, the later they are freed again."""
+    return device + 1
+
+
+on_a_vee = partial(
+    greedy, in_flight=as_much_as_1f1b, reserve=for_way_back, placement=placements.vee
 )
-backward_first = greedy(prefer=(I, F, W), in_flight=as_much_as_1f1b, placement=placements.vee)
+
+# Taking turns between its two chunks, and forwards before backwards where both can run, a device
+# is never idle after its first action if all times are equal. Where transfers or stages differ,
+# backwards first is often better.
+in_turns = on_a_vee(prefer=(F, I, W), ties=("turns",))
+backward_first = on_a_vee(prefer=(I, F, W), ties=("deepest", "oldest"))
 
 zb_v = fastest(
     in_turns,

@@ -26,6 +26,7 @@ def greedy(
     *,
     prefer: Sequence[Kind | str],
     in_flight: Callable[..., int] | None = None,
+    reserve: Callable[..., int] | None = None,
     placement: placements.Placement = placements.linear,
     ties: Sequence[str] = TIES,
     name: str = "greedy",
@@ -35,8 +36,10 @@ def greedy(
 
     ``prefer``: the kinds, best first: ``(B, F)`` is 1F1B's rule, ``(I, F, W)`` lets weights fill
     what would be idle. ``in_flight(device, devices, **options)``: how many chunks a device may
-    hold between F and W (or B); without it there is no limit. A forward of a device's c-th of v
-    chunks is started only if v - 1 - c slots stay free for later chunks: else first chunks take
+    hold between F and W (or B); without it there is no limit. ``reserve``, called likewise: how
+    many of these slots each later chunk can count on, 1 if not given. A forward of a device's
+    c-th of v chunks is started only if one slot for each later chunk stays free and the chunks up
+    to this one hold no more than ``in_flight - (v - 1 - c) * reserve``: else first chunks take
     the slots that last chunks need, and everything waits.
 
     ``ties``: rules among ready actions, all tried, the best in simulation kept: ``"oldest"``
@@ -61,7 +64,11 @@ def greedy(
             raise ScheduleError(f"greedy(ties=...) knows {', '.join(TIES)}, not {tie!r}.")
     if not ties:
         raise ScheduleError(f"greedy(ties=()) leaves nothing to try; name some of {TIES}.")
-    of_limit, any_option = ({}, False) if in_flight is None else parameters_of(in_flight, skip=2)
+    if reserve is not None and in_flight is None:
+        raise ScheduleError("greedy(reserve=...) keeps some of the slots that in_flight= gives.")
+    given, of_limits = [each for each in (in_flight, reserve) if each is not None], {}
+    for each in given:
+        of_limits.update(parameters_of(each, skip=2)[0])
 
     def build(
         devices: int,
@@ -72,11 +79,12 @@ def greedy(
         graph: Graph | None = None,
         **options: Any,
     ) -> Orders:
-        limits = None
-        if in_flight is not None and kinds != ("F",):  # forwards alone hold nothing
-            limits = tuple(in_flight(device, devices, **options) for device in range(devices))
-            _check_limits(name, limits, chunks_of(placement, devices))
-        task = Task(devices, microbatches, placement, kinds, limits, graph)
+        held = None if kinds == ("F",) else in_flight  # forwards alone hold nothing
+        limits = _by_device(held, devices, options)
+        reserved = _by_device(reserve, devices, options)
+        if limits is not None:
+            _check_limits(name, limits, reserved, chunks_of(placement, devices))
+        task = Task(devices, microbatches, placement, kinds, limits, reserved, graph)
         found = [order for under in _once(costs) for order in try_ties(task, under, ties)]
         if costs is None:
             return min(found, key=lambda one: one.quality).orders
@@ -91,8 +99,7 @@ def greedy(
         name=name,
         doc=doc,
         placement=placement,
-        options={**of_limit, "costs": None, "graph": None},
-        any_option=any_option,
+        options={**of_limits, "costs": None, "graph": None},
     )
 
 
@@ -159,11 +166,35 @@ def _kinds(prefer: Sequence[Kind | str]) -> tuple[str, ...]:
     return kinds
 
 
-def _check_limits(name: str, limits: Sequence[int], chunks: tuple[tuple[int, ...], ...]) -> None:
+def _by_device(
+    function: Callable[..., int] | None, devices: int, options: dict[str, Any]
+) -> tuple[int, ...] | None:
+    """What a user's function of a device gives for each, called with those options it takes."""
+    if function is None:
+        return None
+    takes = parameters_of(function, skip=2)[0]
+    given = {option: value for option, value in options.items() if option in takes}
+    return tuple(function(device, devices, **given) for device in range(devices))
+
+
+def _check_limits(
+    name: str,
+    limits: Sequence[int],
+    reserved: Sequence[int] | None,
+    chunks: tuple[tuple[int, ...], ...],
+) -> None:
     for device, (limit, own) in enumerate(zip(limits, chunks, strict=True)):
-        if limit < len(own):
+        kept = 1 if reserved is None else reserved[device]
+        least = 1 + kept * (len(own) - 1)
+        if kept < 1:
             raise ScheduleError(
-                f"{name}: in_flight allows device {device} to hold {limit} chunks, but one "
-                f"microbatch alone holds {len(own)} there (stages {', '.join(map(str, own))}) "
-                f"until its backward. Allow at least {len(own)}."
+                f"{name}: reserve gives {kept} on device {device}; each later chunk needs at "
+                f"least 1 slot."
+            )
+        if own and limit < least:
+            stages = ", ".join(map(str, own))
+            raise ScheduleError(
+                f"{name}: in_flight allows device {device} to hold {limit} chunks, but its "
+                f"{len(own)} chunks (stages {stages}) need at least {least}: one for the first, "
+                f"and {kept} for each later one until the backward has freed them."
             )

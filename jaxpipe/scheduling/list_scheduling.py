@@ -3,16 +3,18 @@
 Whenever a device is free it starts, of the actions whose inputs have arrived, the one that ranks
 first. *In flight* on a device are its chunks of microbatches between F and the end of W (or B);
 a *slot* is room for one of them. Each pass (stage and kind) takes its microbatches in ascending
-order. This file knows the dependences and the limits, and no particular schedule.
+order. Slots are kept for later chunks, or first chunks would take all and wait for them for ever.
+This file knows the dependences and the limits, and no particular schedule.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NoReturn
+from itertools import count
+from typing import NamedTuple, NoReturn
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.scheduling.actions import Action
@@ -32,13 +34,18 @@ TIES = ("turns", "oldest", "deepest")
 
 @dataclass(frozen=True)
 class Task:
-    """What to put in order: sizes, placement, kinds in order of preference, limits, graph."""
+    """What to put in order: sizes, placement, kinds in order of preference, limits, graph.
+
+    ``limits``: slots, by device. ``reserved``: slots that are kept for each later chunk, by device
+    (1 if None).
+    """
 
     devices: int
     microbatches: int
     placement: tuple[int, ...]
     kinds: tuple[str, ...]
     limits: tuple[int, ...] | None
+    reserved: tuple[int, ...] | None
     graph: Graph | None
 
     @cached_property
@@ -100,105 +107,155 @@ def _least_makespan(task: Task, times: dict[Pass, int]) -> int:
     return max(bounds)
 
 
+class _Candidate(NamedTuple):
+    """A pass of a device, with all that the choice among ready ones asks of it."""
+
+    of: Pass
+    chunk: int
+    rank: int
+    local: tuple[int, ...]
+    remote: tuple[int, ...]
+    cap: int | None  # of a forward: the most that this and earlier chunks may hold together
+
+
 def list_schedule(
     task: Task, times: dict[Pass, int], crossings: list[tuple[int, int]], tie: str
 ) -> Ordered:
     """One run of list scheduling."""
-    M, table, kinds = task.microbatches, task.table, task.kinds
-    chunks = chunks_of(task.placement, task.devices)
-    following = {(s, k): 0 for s in range(len(task.placement)) for k in kinds}  # next microbatch
-    done = [0] * (3 * len(task.placement))  # by slot: how many microbatches
-    arrived = [0] * len(table.crossings)
-    link_free: dict[tuple[int, int], int] = {}
-    held = [0] * task.devices
-    free = [True] * task.devices
-    last = [-1] * task.devices  # the stage of the last action that was no filler
-    orders: list[list[Action]] = [[] for _ in range(task.devices)]
-    first = [-1] * task.devices
-    ended = [0] * task.devices
-    rank = {kind: n for n, kind in enumerate(kinds)}
-    filler = "W" if kinds[-1] == "W" else ""
-    releases = "W" if "W" in kinds else "B"
-    events: list[
-        tuple[int, int, int, Pass | None, int]
-    ] = []  # time, number, device, pass, crossing
-    numbers = iter(range(10**18))
+    run = _Run(task, times, crossings, tie)
+    for device in range(task.devices):
+        run.start_best(device, 0)
+    while run.events:
+        now = run.events[0][0]
+        touched: set[int] = set()
+        while run.events and run.events[0][0] == now:
+            _, _, device, of, crossing = heapq.heappop(run.events)
+            touched.add(device)
+            if of is None:
+                run.arrived[crossing] += 1
+            else:
+                touched.update(run.finish(device, of, now))
+        for device in sorted(touched):
+            if run.free[device]:
+                run.start_best(device, now)
+    if any(m < task.microbatches for m in run.following.values()):
+        _stuck(task, run.following, run.orders)
+    spans = [end - begin for begin, end in zip(run.first, run.ended, strict=True)]
+    return Ordered(tuple(map(tuple, run.orders)), (max(run.ended), max(spans)))
 
-    def ready(of: Pass, m: int) -> bool:
-        return all(done[number] > m for number in table.local[of]) and all(
-            arrived[number] > m for number in table.remote[of]
-        )
 
-    def admits(device: int, chunk: int) -> bool:
-        if task.limits is None:
-            return True
-        return held[device] + len(chunks[device]) - chunk <= task.limits[device]
+class _Run:
+    """The state of devices and links while time runs."""
 
-    def urgency(device: int, chunk: int, of: Pass, m: int) -> tuple[int, ...]:
-        stage, kind = of
-        if tie == "oldest":
-            return rank[kind], m, -chunk
-        if tie == "deepest":
-            return rank[kind], -chunk, m
-        return int(kind == filler), int(stage == last[device]), rank[kind], m, -chunk
+    def __init__(
+        self, task: Task, times: dict[Pass, int], crossings: list[tuple[int, int]], tie: str
+    ) -> None:
+        self.task, self.times, self.crossings, self.tie = task, times, crossings, tie
+        P, S = task.devices, len(task.placement)
+        self.candidates = tuple(tuple(_candidates(task, device)) for device in range(P))
+        self.filler = "W" if task.kinds[-1] == "W" else ""
+        self.releases = "W" if "W" in task.kinds else "B"
+        self.following = {(s, k): 0 for s in range(S) for k in task.kinds}  # next microbatch
+        self.done = [0] * (3 * S)  # by slot: of how many microbatches
+        self.arrived = [0] * len(crossings)
+        self.link_free: dict[tuple[int, int], int] = {}
+        self.held = [[0] * len(own) for own in chunks_of(task.placement, P)]
+        self.chunk = {s: c for own in chunks_of(task.placement, P) for c, s in enumerate(own)}
+        self.free = [True] * P
+        self.last = [-1] * P  # the stage of the last action that was no filler
+        self.orders: list[list[Action]] = [[] for _ in range(P)]
+        self.first, self.ended = [0] * P, [0] * P
+        # (time, number, device, pass that ends or None, crossing that arrives)
+        self.events: list[tuple[int, int, int, Pass | None, int]] = []
+        self.numbers = count()
 
-    def start_best(device: int, now: int) -> None:
+    def start_best(self, device: int, now: int) -> None:
+        """Start the action that ranks first among those that can start now, if there is one."""
         best: tuple[tuple[int, ...], Pass] | None = None
-        for chunk, stage in enumerate(chunks[device]):
-            for kind in kinds:
-                of = (stage, kind)
-                m = following[of]
-                if m == M or not ready(of, m) or (kind == "F" and not admits(device, chunk)):
-                    continue
-                candidate = (urgency(device, chunk, of, m), of)
-                if best is None or candidate < best:
-                    best = candidate
+        done, arrived, M = self.done, self.arrived, self.task.microbatches
+        for each in self.candidates[device]:
+            m = self.following[each.of]
+            if m == M:
+                continue
+            for number in each.local:
+                if done[number] <= m:
+                    break
+            else:
+                for number in each.remote:
+                    if arrived[number] <= m:
+                        break
+                else:
+                    if each.cap is None or self.admits(device, each.chunk, each.cap):
+                        found = (self.urgency(device, each, m), each.of)
+                        if best is None or found < best:
+                            best = found
         if best is None:
             return
         of = best[1]
-        orders[device].append(Action(*of, following[of]))
-        following[of] += 1
-        held[device] += of[1] == "F"
-        free[device] = False
-        if of[1] != filler:
-            last[device] = of[0]
-        if first[device] < 0:
-            first[device] = now
-        ended[device] = now + times[of]
-        heapq.heappush(events, (ended[device], next(numbers), device, of, -1))
+        stage, kind = of
+        if not self.orders[device]:
+            self.first[device] = now
+        self.orders[device].append(Action(stage, kind, self.following[of]))
+        self.following[of] += 1
+        self.held[device][self.chunk[stage]] += kind == "F"
+        self.free[device] = False
+        if kind != self.filler:
+            self.last[device] = stage
+        self.ended[device] = now + self.times[of]
+        heapq.heappush(self.events, (self.ended[device], next(self.numbers), device, of, -1))
 
-    for device in range(task.devices):
-        start_best(device, 0)
-    while events:
-        now = events[0][0]
-        touched: set[int] = set()
-        while events and events[0][0] == now:
-            _, _, device, of, crossing = heapq.heappop(events)
-            touched.add(device)
-            if of is None:
-                arrived[crossing] += 1
-                continue
-            free[device] = True
-            held[device] -= of[1] == releases
-            for number in table.fills[of]:
-                done[number] += 1
-            for crossing in table.sends[of]:
-                _, source, to, _ = table.crossings[crossing]
-                busy, latency = crossings[crossing]
-                sent = max(now, link_free.get((source, to), 0)) + busy
-                link_free[source, to] = sent
-                if sent + latency == now:
-                    arrived[crossing] += 1
-                    touched.add(to)
-                else:
-                    heapq.heappush(events, (sent + latency, next(numbers), to, None, crossing))
-        for device in sorted(touched):
-            if free[device]:
-                start_best(device, now)
-    if any(m < M for m in following.values()):
-        _stuck(task, following, orders)
-    spans = [end - begin for begin, end in zip(first, ended, strict=True)]
-    return Ordered(tuple(map(tuple, orders)), (max(ended), max(spans)))
+    def admits(self, device: int, chunk: int, cap: int) -> bool:
+        """Whether a forward of this chunk leaves later chunks the slots that are theirs."""
+        held, limits = self.held[device], self.task.limits
+        if limits is None:
+            return True
+        later = len(held) - 1 - chunk
+        return sum(held) + later < limits[device] and sum(held[: chunk + 1]) < cap
+
+    def urgency(self, device: int, each: _Candidate, m: int) -> tuple[int, ...]:
+        """The rank of an action that can start; the least is started."""
+        if self.tie == "oldest":
+            return each.rank, m, -each.chunk
+        if self.tie == "deepest":
+            return each.rank, -each.chunk, m
+        stage, kind = each.of
+        again = stage == self.last[device]
+        return kind == self.filler, again, each.rank, m, -each.chunk
+
+    def finish(self, device: int, of: Pass, now: int) -> list[int]:
+        """End an action and send what it made; returns the devices where that arrives at once."""
+        table = self.task.table
+        self.free[device] = True
+        if of[1] == self.releases:
+            self.held[device][self.chunk[of[0]]] -= 1
+        for number in table.fills[of]:
+            self.done[number] += 1
+        at_once = []
+        for crossing in table.sends[of]:
+            _, source, to, _ = table.crossings[crossing]
+            busy, latency = self.crossings[crossing]
+            sent = max(now, self.link_free.get((source, to), 0)) + busy
+            self.link_free[source, to] = sent
+            if sent + latency == now:
+                self.arrived[crossing] += 1
+                at_once.append(to)
+            else:
+                event = (sent + latency, next(self.numbers), to, None, crossing)
+                heapq.heappush(self.events, event)
+        return at_once
+
+
+def _candidates(task: Task, device: int) -> Iterator[_Candidate]:
+    """The passes of a device, with their dependences and caps."""
+    own = chunks_of(task.placement, task.devices)[device]
+    for chunk, stage in enumerate(own):
+        for rank, kind in enumerate(task.kinds):
+            of = (stage, kind)
+            cap = None
+            if kind == "F" and task.limits is not None:
+                kept = 1 if task.reserved is None else task.reserved[device]
+                cap = task.limits[device] - kept * (len(own) - 1 - chunk)
+            yield _Candidate(of, chunk, rank, task.table.local[of], task.table.remote[of], cap)
 
 
 def _stuck(task: Task, following: dict[Pass, int], orders: list[list[Action]]) -> NoReturn:
