@@ -10,7 +10,7 @@ import functools
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.extend.core as jex
@@ -18,10 +18,16 @@ import numpy as np
 from jax._src import effects as effects_lib
 from jax._src import source_info_util
 
-Var = jex.Var
-Literal = jex.Literal
-Equation = jex.JaxprEqn
-Atom = Any  # Var | Literal
+if TYPE_CHECKING:  # JAX's own types have avals without shape and dtype
+    Var: TypeAlias = Any
+    Literal: TypeAlias = Any
+    Equation: TypeAlias = Any
+    Atom: TypeAlias = Any
+else:
+    Var = jex.Var
+    Literal = jex.Literal
+    Equation = jex.JaxprEqn
+    Atom = Any  # Var | Literal
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _SITE = tuple({sysconfig.get_paths()[k] for k in ("purelib", "platlib", "stdlib")})
@@ -68,7 +74,7 @@ def source_position(equation: Equation) -> tuple[str, int] | None:
 
 
 def is_ordered(effect: Any) -> bool:
-    return effects_lib.ordered_effects.contains(type(effect))
+    return effects_lib.ordered_effects.contains(effect)
 
 
 def new_var(aval: Any) -> Var:
@@ -77,6 +83,10 @@ def new_var(aval: Any) -> Var:
 
 def literal(value: Any, aval: Any) -> Literal:
     return Literal(np.asarray(value, aval.dtype), aval)
+
+
+def is_literal(atom: Atom) -> bool:
+    return isinstance(atom, jex.Literal)
 
 
 def is_drop(var: Any) -> bool:

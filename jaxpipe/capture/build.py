@@ -158,6 +158,7 @@ def _join(traced: Traced, planned: Sequence[_Planned]) -> StageGraph:
         made.update((v, (p.cut.index, ("out", k))) for k, v in enumerate(p.cut.sends))
     for p in planned:
         s, template = p.cut.index, p.template
+        slot: Slot
 
         def own(slot: Slot, s: int = s, template: Template = template) -> list[Pass]:
             return [(s, kind) for kind in template.readers.get(slot, ())]
@@ -185,9 +186,7 @@ def _join(traced: Traced, planned: Sequence[_Planned]) -> StageGraph:
                 named.add((s, slot), name, [aval], (sender, "I"), own(slot), reusable=reusable)
 
     stages = tuple(_stage(traced, p, made, planned, named) for p in planned)
-    empty = {
-        (st.index, kind) for st in stages for kind in ("F", "I", "W") if kind not in st.passes
-    }
+    empty = {(st.index, kind) for st in stages for kind in ("F", "I", "W") if kind not in st.passes}
     graph = Graph(
         stages=len(planned),
         values=tuple(named.values),

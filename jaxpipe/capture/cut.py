@@ -43,7 +43,7 @@ class StageCut:
 
 
 def cut(traced: Traced, groups: Sequence[int]) -> tuple[StageCut, ...]:
-    """Cut the program into ``len(groups)`` stages; stage s takes the next ``groups[s]`` segments."""
+    """Cut the program into ``len(groups)`` stages of ``groups[s]`` consecutive segments."""
     stage_of_segment = [s for s, count in enumerate(groups) for _ in range(count)]
     if len(stage_of_segment) != len(traced.segments):
         raise ValueError(f"{groups} does not sum to {len(traced.segments)} segments")

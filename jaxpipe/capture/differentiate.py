@@ -111,9 +111,7 @@ def differentiate(
     cotangents = dict(zip(slots, flat.invars[n:], strict=True))
     outs, grads = flat.outvars[: len(body.outs)], flat.outvars[len(body.outs) :]
     grads = grads if live else ()
-    nonzero = {
-        i: g for i, g in zip(chosen, grads, strict=False) if is_var(g) and g in backward
-    }
+    nonzero = {i: g for i, g in zip(chosen, grads, strict=False) if is_var(g) and g in backward}
     offset = num_residents + num_batch
     return Joint(
         residents=flat.invars[:num_residents],
@@ -130,7 +128,7 @@ def differentiate(
 
 
 def _open_checkpoints(flat: Flat, cotangents: Sequence[Var]) -> tuple[Flat, set[Var]]:
-    """Inline checkpoints (behind gates where they recompute for a backward) and custom_jvp calls."""
+    """Inline checkpoints (behind gates if they recompute for a backward) and custom_jvp calls."""
     backward = set(cotangents)
     constants = dict(flat.constants)
     out: list[Equation] = []

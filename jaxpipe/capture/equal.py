@@ -74,5 +74,3 @@ def _param(value: Any) -> Hashable:
     except TypeError:
         return "object", id(value)
     return type(value), value
-
-

@@ -16,7 +16,7 @@ import jax.extend.core as jex
 from jax.extend.core import primitives as prims
 
 from jaxpipe.capture import _jax_compat as compat
-from jaxpipe.capture._jax_compat import Atom, Equation, Literal, Var
+from jaxpipe.capture._jax_compat import Atom, Equation, Var
 
 Inline = Callable[[Equation], bool]
 
@@ -32,11 +32,11 @@ class Flat:
 
 
 def is_var(atom: Atom) -> bool:
-    return not isinstance(atom, Literal)
+    return not compat.is_literal(atom)
 
 
 def call_jaxpr(eqn: Equation) -> Any | None:
-    """The jaxpr of an equation that merely calls one (jit, closed_call, custom_jvp_call), or None."""
+    """The jaxpr of an equation that merely calls one (jit, closed_call, custom_jvp), or None."""
     if eqn.primitive in (prims.jit_p, prims.closed_call_p):
         return eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
     if eqn.primitive is prims.custom_jvp_call_p:
@@ -84,9 +84,7 @@ def flatten(closed: Any, expand: Callable[[Equation, list[Atom]], Any] | None = 
             new_out = [v if compat.is_drop(v) else compat.new_var(v.aval) for v in eqn.outvars]
             env.update(zip(eqn.outvars, new_out, strict=True))
             source = eqn if compat.has_source(eqn) else site
-            out.append(
-                eqn.replace(invars=inputs, outvars=new_out, source_info=source.source_info)
-            )
+            out.append(eqn.replace(invars=inputs, outvars=new_out, source_info=source.source_info))
 
     env: dict[Var, Atom] = {}
     walk(jaxpr, env, None)

@@ -125,9 +125,7 @@ class TemplateCache:
         return self.templates[forward_key]
 
     def _make(self, source: StageSource, wishes: Wishes, sizes: tuple[int, ...]) -> Template:
-        body = Body(
-            source.residents, source.batch, source.edges, source.prologue.rest, source.outs
-        )
+        body = Body(source.residents, source.batch, source.edges, source.prologue.rest, source.outs)
         joint = differentiate(
             body,
             residents=wishes.residents,
@@ -297,7 +295,8 @@ class _Names:
     def read_by(self, kind: str, partition_reads: frozenset[Var]) -> list[Slot]:
         """The slots that a pass of this kind takes, in one fixed order."""
         if kind == "F":
-            return [s for s, m in self.members.items() if s[0] == "edge" and m[0] in partition_reads]
+            edges = ((s, m[0]) for s, m in self.members.items() if s[0] == "edge")
+            return [s for s, v in edges if v in partition_reads]
         wanted = ("I", "W") if kind == "B" else (kind,)
         return [
             s
@@ -345,9 +344,7 @@ def _close_pass(
             sums.append(total)
         results = [*sums, *results]
     seeds = {v: compat.literal(x, v.aval) for v, x in names.seeds.items()}
-    eqns = [
-        e.replace(invars=[seeds.get(a, a) if is_var(a) else a for a in e.invars]) for e in eqns
-    ]
+    eqns = [e.replace(invars=[seeds.get(a, a) if is_var(a) else a for a in e.invars]) for e in eqns]
     results = [seeds.get(a, a) if is_var(a) else a for a in results]
     used = {a for e in eqns for a in e.invars if is_var(a)} | {a for a in results if is_var(a)}
     all_residents = [*joint.residents, *joint.constants]
@@ -387,4 +384,3 @@ def _reusable(reads: Sequence[Slot], writes: Sequence[Slot], joint: Joint) -> tu
                 open_results.remove((aval.shape, aval.dtype))
                 found.append(slot)
     return tuple(found)
-

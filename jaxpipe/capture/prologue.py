@@ -122,7 +122,8 @@ def epilogue_jaxpr(
         order = sorted(grads, key=lambda v: position[v])
         return [grads[v].astype(grad_dtype or v.aval.dtype) for v in order]
 
-    positions = sorted({position[v] for v in wanted} | {position[b] for b in bases if b in position})
+    direct = {position[b] for b in bases if b in position}
+    positions = sorted({position[v] for v in wanted} | direct)
     shapes = [
         [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
         for avals in ([v.aval for v in params], [v.aval for v in constants], accumulator_avals)

@@ -38,7 +38,7 @@ _LAYOUT = """
 _REDUCTIONS = "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor"
 _CHEAP = frozenset((_ELEMENTWISE + _LAYOUT + _REDUCTIONS).split())
 
-LAYOUT = frozenset("broadcast_in_dim reshape transpose squeeze expand_dims rev".split())
+LAYOUT = frozenset(["broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev"])
 
 # Each saved array costs a little beside its bytes: a longer argument list at every call.
 _PER_ARRAY = 64

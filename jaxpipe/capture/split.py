@@ -72,9 +72,7 @@ class _Splitter:
 
         everything = self._closure(grads, set(), late)
         back = [e for e in everything if self._is_backward(e)]
-        needed = dict.fromkeys(
-            u for e in back for u in self._operands(e) if u not in self.backward
-        )
+        needed = dict.fromkeys(u for e in back for u in self._operands(e) if u not in self.backward)
         needed.update((g, None) for g in grads if g not in self.backward)
         saved = self._save_for_backward(list(needed))
         frontier = [v for v in needed if v not in self.free]

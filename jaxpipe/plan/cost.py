@@ -13,11 +13,9 @@ def flops_costs(graph: StageGraph, *, flops_per_unit: float = 1e9) -> Costs:
     What a stage does not run costs nothing; transfers are free (set them with
     ``dataclasses.replace(costs, latency=..., bandwidth=...)``).
     """
-    times = {
-        kind: tuple(
-            stage.passes[kind].program.flops / flops_per_unit if kind in stage.passes else 0.0
-            for stage in graph.stages
-        )
-        for kind in "FIWB"
-    }
-    return Costs(**times)
+
+    def times(kind: str) -> tuple[float, ...]:
+        passes = (stage.passes.get(kind) for stage in graph.stages)
+        return tuple(p.program.flops / flops_per_unit if p else 0.0 for p in passes)
+
+    return Costs(F=times("F"), I=times("I"), W=times("W"), B=times("B"))

@@ -79,7 +79,8 @@ def run(graph: StageGraph, params, microbatches, *, split=()):
         if not st.grad_params:
             continue
         if st.epilogue is not None:
-            acc = call(st.epilogue, [*residents[st.index][: len(st.params) + len(st.constants)], *acc])
+            fixed = residents[st.index][: len(st.params) + len(st.constants)]
+            acc = call(st.epilogue, [*fixed, *acc])
         for i, g in zip(st.grad_params, acc, strict=True):
             grads[i] = g if grads[i] is None else grads[i] + g
     return outputs, [

@@ -37,7 +37,9 @@ def check(loss, params, batches, *, stages=None, groups=None, has_aux=False, **o
         graphs[residuals] = graph
         whole = ((), tuple(range(len(groups))))
         for split in whole if residuals == "min_cut" else (tuple(range(0, len(groups), 2)),):
-            outs, grads = run(graph, flat_params, [jax.tree.leaves(b) for b in batches], split=split)
+            outs, grads = run(
+                graph, flat_params, [jax.tree.leaves(b) for b in batches], split=split
+            )
             for (value, _), out in zip(want, outs, strict=True):
                 for a, b in zip(jax.tree.leaves(value), out, strict=True):
                     assert_close(b, a)

@@ -24,9 +24,7 @@ def test_balance_finds_the_least_largest_cost_with_the_earliest_cuts(costs, data
         return max(sum(costs[e - s : e]) for s, e in zip(sizes, ends, strict=True))
 
     cuts = itertools.combinations(range(1, len(costs)), parts - 1)
-    options = [
-        tuple(b - a for a, b in itertools.pairwise((0, *c, len(costs)))) for c in cuts
-    ]
+    options = [tuple(b - a for a, b in itertools.pairwise((0, *c, len(costs)))) for c in cuts]
     least = min(map(largest, options))
     assert balance(costs, parts) == min(o for o in options if largest(o) == least)
 
