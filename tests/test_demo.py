@@ -117,12 +117,7 @@ def test_demo_trains_as_the_reference_does(schedule, tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_bytes(TEXT)
     Path("own.py").write_text(OWN)
-    assert (
-        cli.main(
-            cli.parser().parse_args(["show", "zb_h1", "-p", "2", "-m", "4", "-o", "saved.json"])
-        )
-        == 0
-    )
+    build(read_source("zb_h1"), called="zb_h1", devices=2, microbatches=4).save("saved.json")
     records = []
     run = program.run
     monkeypatch.setattr(program, "run", lambda *args: records.append(run(*args)))
