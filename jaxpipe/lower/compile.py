@@ -134,4 +134,3 @@ def _progress(title: str, count: int) -> Any:
             for phase in ("tracing and lowering", "compiling")
         }
         yield lambda phase: progress.advance(bars[phase])
-

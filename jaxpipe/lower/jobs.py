@@ -244,9 +244,7 @@ def _add_run(
     )
 
 
-def _add_sum(
-    table: JobTable, funs: _Functions, layout: Layout, device: int, stage: Stage
-) -> None:
+def _add_sum(table: JobTable, funs: _Functions, layout: Layout, device: int, stage: Stage) -> None:
     """``accumulators + pending``, for weight gradients that came out of microbatch order."""
     role = ("add", stage.index)
     if not stage.accumulate or role in table.roles[device]:

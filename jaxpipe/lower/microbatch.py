@@ -103,13 +103,14 @@ def fold(key: Any, microbatches: int) -> list[Any]:
     return [jax.random.fold_in(key, i) for i in range(microbatches)]
 
 
-def microbatch_shape(leaf: Any, axis: int | None, microbatches: int) -> jax.ShapeDtypeStruct:
+def microbatch_shape(
+    leaf: jax.ShapeDtypeStruct, axis: int | None, microbatches: int
+) -> jax.ShapeDtypeStruct:
     """A leaf of one microbatch, abstractly."""
-    aval = jax.typeof(leaf)
-    shape = list(aval.shape)
+    shape = list(leaf.shape)
     if axis is not None:
         shape[axis] //= microbatches
-    return jax.ShapeDtypeStruct(tuple(shape), aval.dtype, weak_type=aval.weak_type)
+    return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, weak_type=leaf.weak_type)
 
 
 def cutter(axes: Sequence[int | None], has_key: Sequence[bool], microbatches: int) -> Callable:

@@ -28,9 +28,7 @@ from jaxpipe.errors import PipelineError
 
 def default_mesh(axis: str) -> Mesh:
     """All devices of this process on one axis, of type Auto."""
-    return jax.make_mesh(
-        (jax.device_count(),), (axis,), axis_types=(jax.sharding.AxisType.Auto,)
-    )
+    return jax.make_mesh((jax.device_count(),), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def pipeline_submeshes(mesh: Mesh, axis: str) -> tuple[Mesh, ...]:
@@ -49,7 +47,9 @@ def pipeline_submeshes(mesh: Mesh, axis: str) -> tuple[Mesh, ...]:
 def _slice(mesh: Mesh, axis: str, position: int) -> Mesh:
     at = mesh.axis_names.index(axis)
     names = tuple(name for name in mesh.axis_names if name != axis)
-    types = tuple(t for name, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if name != axis)
+    types = tuple(
+        t for name, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if name != axis
+    )
     return Mesh(np.take(mesh.devices, position, axis=at), names, axis_types=types)
 
 
@@ -146,9 +146,7 @@ def join_copies(layout: Layout, leaf: int, copies: Sequence[jax.Array]) -> jax.A
     if len(copies) == 1:
         return copies[0]
     parts = [shard.data for copy in copies for shard in copy.addressable_shards]
-    return jax.make_array_from_single_device_arrays(
-        copies[0].shape, layout.shardings[leaf], parts
-    )
+    return jax.make_array_from_single_device_arrays(copies[0].shape, layout.shardings[leaf], parts)
 
 
 def gather_tree(tree: Any, device: jax.Device) -> Any:

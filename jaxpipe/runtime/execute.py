@@ -26,7 +26,7 @@ from jaxpipe.lower.compile import Callee, Executables
 from jaxpipe.lower.jobs import is_cut
 from jaxpipe.lower.microbatch import Axes
 from jaxpipe.lower.place import Layout, on_device
-from jaxpipe.runtime.tape import Op, Origin, Tape, make_tape
+from jaxpipe.runtime.tape import Op, Origin, make_tape
 from jaxpipe.runtime.transport import Cancelled, Transport
 from jaxpipe.runtime.workers import Workers
 from jaxpipe.scheduling.instructions import Accumulate, Free, Instruction, Plan, Recv, Run, Send
@@ -197,9 +197,7 @@ _CompiledPhase = tuple[tuple[tuple[Op, ...], tuple[Origin, ...]], ...]
 
 
 def _compiled_phase(phase: Phase) -> _CompiledPhase:
-    return tuple(
-        (tuple(op for op, _ in ops), tuple(origin for _, origin in ops)) for ops in phase
-    )
+    return tuple((tuple(op for op, _ in ops), tuple(origin for _, origin in ops)) for ops in phase)
 
 
 def _walker(

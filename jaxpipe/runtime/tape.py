@@ -264,9 +264,7 @@ class _Assembler:
         """Before the first use of a received value: wait for it and put it into its slots."""
         channel = self.unread.pop((value, microbatch), None)
         if channel is not None:
-            self._add(
-                _take(self.tape.slots, channel, self.values[value, microbatch]), origin
-            )
+            self._add(_take(self.tape.slots, channel, self.values[value, microbatch]), origin)
 
     def _release(self, value: int, microbatch: int, origin: Origin) -> None:
         """Before the buffers of a value go: wait until the transfers that read it are done."""
@@ -304,9 +302,7 @@ class _Assembler:
             return
         self.tape.weight = self._new(1)[0]
         sums = [slot for stage in trained for slot in self.sums[stage.index]]
-        op = _call(
-            self.tape.slots, scale, [self.tape.weight, *sums], range(sums[0], sums[-1] + 1)
-        )
+        op = _call(self.tape.slots, scale, [self.tape.weight, *sums], range(sums[0], sums[-1] + 1))
         self.tape.end.append((op, "dividing gradients by the sum of weights"))
 
     def _epilogue(self, stage: Stage) -> None:

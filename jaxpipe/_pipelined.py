@@ -1,0 +1,346 @@
+"""`Pipelined`: a loss function with a schedule, called like the function it was made of.
+
+It keeps what it has built and compiled by the kind of call (tree structures, shapes, dtypes and
+JAX's configuration), and the threads that run the devices. How a step runs is the `Engine`'s work;
+here arguments are brought to their devices and results back.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxpipe._build import Built, Compiled, build, compile_built
+from jaxpipe._calls import Call, read_call
+from jaxpipe._options import Options, check_names, config_key
+from jaxpipe._reference import Reference, float0_zeros, is_trained
+from jaxpipe._trees import check_same_tree
+from jaxpipe.errors import PipelineError
+from jaxpipe.lower.lowered import Lowered
+from jaxpipe.lower.place import (
+    Layout,
+    default_mesh,
+    gather_tree,
+    is_placed,
+    pipeline_submeshes,
+    place_leaf,
+)
+from jaxpipe.runtime.workers import Workers
+
+if TYPE_CHECKING:
+    from jaxpipe._train import TrainStep
+
+
+class Pipelined:
+    """What `jaxpipe.pipeline` makes of a loss function."""
+
+    def __init__(self, fun: Callable, options: Options) -> None:
+        if not callable(fun):
+            raise PipelineError(f"jaxpipe.pipeline takes a function, not {fun!r}.")
+        functools.update_wrapper(self, fun)
+        self.fun = fun
+        self.options = options
+        if options.mesh is not None:  # a wrong mesh is told at once
+            pipeline_submeshes(options.mesh, options.axis)
+        self._lock = threading.RLock()
+        self._built: dict[Any, Built] = {}
+        self._compiled: dict[Any, Compiled] = {}
+        self._groups: tuple[int, ...] | None = None
+        self._params: Any = None  # the abstract parameter tree, once traced
+        self._layout: Layout | None = None
+
+    # -- what the user calls ---------------------------------------------------------------------
+
+    def __call__(self, params: Any, *args: Any, rng: Any = None, **kwargs: Any) -> Any:
+        """Run the schedule's forwards alone: the loss, ``(loss, aux)``, or joined outputs.
+
+        ``params``: placed or not. ``args``, ``kwargs``: the batch. ``rng``: a key; microbatch i
+        gets ``jax.random.fold_in(rng, i)`` as the function's ``rng`` (or last) argument.
+        """
+        call = read_call(params, args, kwargs, rng)
+        compiled = self._compile(call, gradients=False)
+        engine = compiled.engine
+        with engine.lock:
+            placed, kept = self._bring(compiled.built.layout, call)
+            try:
+                engine.load(placed, call.batch)
+                engine.run()
+                results = engine.results()
+            finally:
+                engine.clear()
+        return self._outcome(compiled.built, results, _results_sharding(compiled.built, call, kept))
+
+    def value_and_grad(self, params: Any, *args: Any, rng: Any = None, **kwargs: Any) -> Any:
+        """``(loss, grads)``, or ``((loss, aux), grads)``; arguments as of a call.
+
+        Gradients have the structure of ``params`` and come back placed as the parameters were
+        given. Integer, boolean and key leaves get float0 zeros, as with ``allow_int=True``.
+        """
+        call = read_call(params, args, kwargs, rng)
+        compiled = self._compile(call, gradients=True)
+        layout = compiled.built.layout
+        results, grads, kept = self._step(compiled, call)
+        leaves = []
+        for i, leaf in enumerate(call.params):
+            if not is_trained(leaf):
+                leaves.append(float0_zeros(leaf))
+            elif kept[i]:
+                leaves.append(_moved(grads[i], layout.shardings[i]))
+            else:
+                leaves.append(_moved(grads[i], _own_sharding(leaf)))
+        value = self._outcome(
+            compiled.built, results, _results_sharding(compiled.built, call, kept)
+        )
+        return value, jax.tree.unflatten(call.params_tree, leaves)
+
+    def train_step(self, update: Any) -> TrainStep:
+        """A training step with an optax optimizer, or with a function of one's own.
+
+        ``update``: an `optax.GradientTransformation`, or a function ``update(state, grads, aux) ->
+        (state, metrics)`` for logic beyond optax. See `TrainStep`.
+        """
+        from jaxpipe._train import TrainStep
+
+        return TrainStep(self, update)
+
+    def lower(self, params: Any, *args: Any, rng: Any = None, **kwargs: Any) -> Lowered:
+        """Trace, cut, check and plan, and allocate nothing on devices.
+
+        Arguments as of a call; their leaves may be `jax.ShapeDtypeStruct`. For a forward-only
+        schedule, and for ``reduce="concat"``, the lowered pipeline is that of a call.
+        """
+        call = read_call(params, args, kwargs, rng)
+        forward = self.options.reduce == "concat"
+        with self._lock:
+            built = self._build(call, gradients=not forward and not self._forward_only())
+
+            def compile_memory() -> Any:
+                executables = self._compile_built(built).executables
+                return tuple(
+                    m.with_temporaries(t)
+                    for m, t in zip(built.memory, executables.temporaries, strict=True)
+                )
+
+            return Lowered(
+                built.schedule, built.plan, built.memory, built.graph, built.traced, compile_memory
+            )
+
+    def place(self, params: Any, *args: Any, rng: Any = None, **kwargs: Any) -> Any:
+        """A copy of ``params`` with each leaf on the devices of the stages that use it.
+
+        Which stages those are is known once the function has been traced: by an earlier call or
+        `lower`, or give a batch here (arrays or `jax.ShapeDtypeStruct`). A tied leaf, used on
+        several devices, becomes one array replicated over them.
+        """
+        layout = self.layout(params, *args, rng=rng, **kwargs)
+        leaves, tree = jax.tree.flatten(params)
+        placed = [place_leaf(layout, i, leaf, copy=True) for i, leaf in enumerate(leaves)]
+        return jax.tree.unflatten(tree, placed)
+
+    def gather(self, tree: Any) -> Any:
+        """Any tree of arrays (parameters, gradients, optimizer state) whole on one device."""
+        return gather_tree(tree, self.mesh.devices.flat[0])
+
+    def init(self, init_fn: Callable, *args: Any) -> Any:
+        """``init_fn(*args)``, each device computing only the leaves that it owns.
+
+        Values equal those of ``jax.jit(init_fn)(*args)``. The function must have been traced
+        before, by `lower` with shapes (``jax.eval_shape(init_fn, *args)``) for instance.
+        """
+        from jaxpipe.lower.init import init_placed
+
+        shapes = jax.eval_shape(init_fn, *args)
+        return init_placed(init_fn, args, self.layout(shapes))
+
+    def replace(self, **changes: Any) -> Pipelined:
+        """The same function with other options, as a new `Pipelined`.
+
+        ``loss_fn.replace(schedule="zb_h1", microbatches=16)``
+        """
+        check_names(changes)
+        return Pipelined(self.fun, replace(self.options, **changes))
+
+    @functools.cached_property
+    def reference(self) -> Reference:
+        """The same function without a pipeline: microbatch loop, seeds, reduction and keys."""
+        return Reference(self.fun, self.options)
+
+    def __repr__(self) -> str:
+        return (
+            f"<pipelined {getattr(self.fun, '__name__', self.fun)!s}: schedule="
+            f"{self.options.schedule!r}, microbatches={self.options.microbatches}>"
+        )
+
+    # -- building --------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The mesh, by default all devices on one axis."""
+        return self.options.mesh or default_mesh(self.options.axis)
+
+    @functools.cached_property
+    def submeshes(self) -> tuple[jax.sharding.Mesh, ...]:
+        """The submesh of each pipeline device."""
+        return pipeline_submeshes(self.mesh, self.options.axis)
+
+    @functools.cached_property
+    def workers(self) -> Workers:
+        """The threads, one for each pipeline device."""
+        return Workers(len(self.submeshes))
+
+    def layout(self, params: Any, *args: Any, rng: Any = None, **kwargs: Any) -> Layout:
+        """Where each parameter leaf lives; a batch is needed unless traced before."""
+        with self._lock:
+            if args or kwargs:
+                self._build(read_call(params, args, kwargs, rng), gradients=False)
+            if self._layout is None:
+                raise PipelineError(
+                    "which stage uses which parameter is not known yet: the function has not been "
+                    "traced. Give a batch as well (arrays or jax.ShapeDtypeStruct), or call "
+                    ".lower(params, batch) first."
+                )
+            check_same_tree("the parameters", params, self._params)
+            return self._layout
+
+    def _forward_only(self) -> bool:
+        from jaxpipe._build import schedule_of
+
+        return schedule_of(self.options, len(self.submeshes)).forward_only
+
+    def _build(self, call: Call, *, gradients: bool) -> Built:
+        key = (call.signature(), gradients, config_key())
+        if key in self._built:
+            return self._built[key]
+        if self._params is not None:
+            check_same_tree("the parameters", call.unflat_params, self._params)
+        built = build(
+            self.fun,
+            self.options,
+            call,
+            self.mesh,
+            self.submeshes,
+            gradients=gradients,
+            groups=self._groups,
+        )
+        self._built[key] = built
+        self._groups = built.groups
+        self._params = jax.tree.unflatten(call.params_tree, built.graph.param_avals)
+        self._layout = self._layout or built.layout
+        return built
+
+    def _compile_built(self, built: Built) -> Compiled:
+        for compiled in self._compiled.values():
+            if compiled.built is built:
+                return compiled
+        return compile_built(built, self.workers)
+
+    def _compile(self, call: Call, *, gradients: bool) -> Compiled:
+        key = (call.signature(), gradients, config_key())
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            with self._lock:
+                built = self._build(call, gradients=gradients)
+                compiled = self._compiled[key] = self._compile_built(built)
+        return compiled
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def _bring(self, layout: Layout, call: Call) -> tuple[list[jax.Array], list[bool]]:
+        """Parameters on their devices, and which of them already were there."""
+        kept = [is_placed(layout, i, leaf) for i, leaf in enumerate(call.params)]
+        placed = [
+            leaf if kept[i] else place_leaf(layout, i, leaf, copy=False)
+            for i, leaf in enumerate(call.params)
+        ]
+        return placed, kept
+
+    def _step(
+        self, compiled: Compiled, call: Call
+    ) -> tuple[dict[int, jax.Array], list[Any], list[bool]]:
+        """Results by number, one gradient per leaf on its home device, and who was placed."""
+        engine, layout = compiled.engine, compiled.built.layout
+        with engine.lock:
+            placed, kept = self._bring(layout, call)
+            try:
+                engine.load(placed, call.batch)
+                if compiled.built.outputs.weighted:
+                    engine.run(
+                        lambda: [
+                            jax.device_put(engine.results()[1], sharding)
+                            for sharding in layout.replicated
+                        ]
+                    )
+                else:
+                    engine.run()
+                results = engine.results()
+                parts = engine.gradients()
+            finally:
+                engine.clear()
+        grads = [
+            _summed(layout, i, parts.get(i, ()), leaf, self.options.grad_dtype)
+            if is_trained(leaf)
+            else None
+            for i, leaf in enumerate(placed)
+        ]
+        return results, grads, kept
+
+    def _outcome(self, built: Built, results: dict[int, jax.Array], sharding: Any) -> Any:
+        """The caller's value of joined results, all under one sharding."""
+        ordered = [results[number] for number in range(len(built.outputs.rules))]
+        return built.outputs.assemble(jax.device_put(ordered, sharding))
+
+
+def _summed(
+    layout: Layout,
+    leaf: int,
+    parts: Sequence[tuple[int, int, jax.Array]],
+    param: jax.Array,
+    grad_dtype: Any,
+) -> jax.Array:
+    """One gradient of a leaf on its home device: contributions added in order of stages."""
+    home = layout.owners[leaf][0]
+    sharding = layout.local[home][leaf]
+    if not parts:
+        return jnp.zeros(param.shape, grad_dtype or param.dtype, device=sharding)
+    total: Any = None
+    for _, device, part in parts:
+        here = part if device == home else jax.device_put(part, sharding)
+        total = here if total is None else total + here
+    return total
+
+
+def _moved(array: jax.Array, sharding: Any) -> jax.Array:
+    return array if array.sharding == sharding else jax.device_put(array, sharding)
+
+
+def _own_sharding(leaf: Any) -> Any:
+    """Where an unplaced parameter is; numpy arrays and numbers count as on the default device."""
+    if isinstance(leaf, jax.Array):
+        return leaf.sharding
+    return SingleDeviceSharding(_default_device())
+
+
+def _default_device() -> jax.Device:
+    return jnp.zeros(()).devices().pop()
+
+
+def _results_sharding(built: Built, call: Call, kept: Sequence[bool]) -> Any:
+    """Results are replicated over the mesh, or on the device of parameters that are not placed."""
+    if any(kept) or not call.params:
+        return built.layout.everywhere
+    leaf = call.params[0]
+    if not isinstance(leaf, jax.Array):
+        return SingleDeviceSharding(_default_device())
+    sharding = leaf.sharding
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    if len(sharding.device_set) == 1:
+        return SingleDeviceSharding(next(iter(sharding.device_set)))
+    return built.layout.everywhere
