@@ -28,8 +28,9 @@ class Costs:
     """Times of passes (``F``, ``I``, ``W``, ``B``) and of transfers.
 
     A time given as **one number** is what a *device* spends on one microbatch where all stages are
-    equal: a stage takes ``number * devices / stages`` of it, so that a chunk of v takes 1/v and
-    schedules with different numbers of chunks can be compared. ``Costs()`` is F = I = W = 1 so.
+    equal: a stage takes ``number * devices / stages`` of it (devices that hold none don't count),
+    so that a chunk of v takes 1/v and schedules with different numbers of chunks can be compared.
+    ``Costs()`` is F = I = W = 1 in this sense.
     A time given as a **sequence** has one entry for each *stage* and is taken as it is.
 
     F, I, W: time of a forward, a backward for inputs, a backward for weights.
@@ -122,11 +123,6 @@ class Costs:
         if self.nbytes is not None:
             nbytes = _lookup("nbytes", self.nbytes, edge)
         return nbytes / _lookup("bandwidth", self.bandwidth, link), latency
-
-    @property
-    def free_transfers(self) -> bool:
-        """Whether no transfer takes any time."""
-        return self.bandwidth is None and not any(_numbers(self.latency))
 
     def factors(self, stages: int, microbatches: int) -> dict[str, np.ndarray] | None:
         """The jitter factor of every action: kind -> (stages, microbatches), or None without."""

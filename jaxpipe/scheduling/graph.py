@@ -22,8 +22,8 @@ class Value:
     """A bundle of arrays that one pass makes and other passes read, per microbatch.
 
     ``nbytes`` counts the whole bundle (or any unit of memory). ``readers`` may be on other stages
-    (an edge) and may be several. ``reusable`` marks a cotangent whose buffers the program of its
-    only reader may overwrite (donation). ``kept`` marks results of the step (losses, aux): they
+    (an edge) and may be several. ``reusable`` marks a cotangent whose buffers a B or an I that is
+    its last reader may overwrite (donation). ``kept`` marks results of the step (losses, aux): they
     are never freed within it.
     """
 

@@ -62,14 +62,14 @@ class Task:
     def ticks(self, costs: Costs) -> tuple[dict[Pass, int], list[tuple[int, int]]]:
         """Times of passes and of crossings (busy, latency) in ticks."""
         graph, S = self.known_graph, len(self.placement)
-        by_kind = costs.times(S, self.devices, empty=graph.empty)
+        by_kind = costs.times(S, len(set(self.placement)), empty=graph.empty)
         longest = max(max(by_kind[kind]) for kind in self.kinds) or 1.0
         unit = TICKS / longest
         passes = {(s, k): round(by_kind[k][s] * unit) for k in self.kinds for s in range(S)}
         crossings = []
-        for value, source, to, edge in self.table.crossings:
+        for value, source, to, edge, sent in self.table.crossings:
             nbytes = graph.values[value].nbytes
-            busy, latency = costs.transfer((source, to), edge, nbytes)
+            busy, latency = costs.transfer((source, to), edge, nbytes) if sent else (0.0, 0.0)
             crossings.append((round(busy * unit), round(latency * unit)))
         return passes, crossings
 
@@ -232,15 +232,17 @@ class _Run:
             self.done[number] += 1
         at_once = []
         for crossing in table.sends[of]:
-            _, source, to, _ = table.crossings[crossing]
+            _, source, to, _, is_sent = table.crossings[crossing]
             busy, latency = self.crossings[crossing]
-            sent = max(now, self.link_free.get((source, to), 0)) + busy
-            self.link_free[source, to] = sent
-            if sent + latency == now:
+            gone = now
+            if is_sent:
+                gone = max(now, self.link_free.get((source, to), 0)) + busy
+                self.link_free[source, to] = gone
+            if gone + latency == now:
                 self.arrived[crossing] += 1
                 at_once.append(to)
             else:
-                event = (sent + latency, next(self.numbers), to, None, crossing)
+                event = (gone + latency, next(self.numbers), to, None, crossing)
                 heapq.heappush(self.events, event)
         return at_once
 

@@ -18,12 +18,17 @@ SLOT = {"F": 0, "I": 1, "W": 2}
 
 
 class Crossing(NamedTuple):
-    """Value ``value`` (an index into ``graph.values``) goes from device ``source`` to ``to``."""
+    """Value ``value`` (an index into ``graph.values``) goes from device ``source`` to ``to``.
+
+    ``edge``: from which stage to which. ``sent``: False where only passes without work wait for
+    it; they read nothing, so nothing is sent.
+    """
 
     value: int
     source: int
     to: int
     edge: tuple[int, int]
+    sent: bool
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,11 @@ def pass_table(graph: Graph, placement: tuple[int, ...], *, forward_only: bool) 
             local[s, "W"][slot((s, "F"))] = None
             local[s, "W"][slot((s, "I"))] = None
     for index, value in enumerate(graph.values):
+        if value.producer in graph.empty:
+            continue
         source = placement[value.producer[0]]
         there: dict[int, int] = {}
-        for reader in value.readers:
+        for reader in sorted(value.readers, key=graph.empty.__contains__):  # those that read first
             if reader[1] not in kinds:
                 continue
             to = placement[reader[0]]
@@ -79,7 +86,7 @@ def pass_table(graph: Graph, placement: tuple[int, ...], *, forward_only: bool) 
             if to not in there:
                 there[to] = len(crossings)
                 edge = (value.producer[0], reader[0])
-                crossings.append(Crossing(index, source, to, edge))
+                crossings.append(Crossing(index, source, to, edge, reader not in graph.empty))
                 sends[value.producer].append(there[to])
             remote[reader][there[to]] = None
     fills: dict[Pass, tuple[int, ...]] = {

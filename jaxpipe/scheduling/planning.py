@@ -79,7 +79,9 @@ def make_plan(schedule: Schedule, graph: Graph, accumulate: str) -> Plan:
         made = [(device, v, action.microbatch) for v in makes.get(action, ())]
         uses.subtract(read)
         done = [held for held in read if not uses[held]]
-        reuse = tuple(v for _, v, _ in done if graph.values[v].reusable)
+        # A W gives no cotangent whose buffers could take the place of one it read.
+        may_reuse = action.kind != "W"
+        reuse = tuple(v for _, v, _ in done if may_reuse and graph.values[v].reusable)
         change = sum(graph.values[v].nbytes for _, v, _ in made)
         change -= sum(graph.values[v].nbytes for v in reuse)
         turns = pending.get(action)

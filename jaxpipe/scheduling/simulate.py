@@ -53,7 +53,7 @@ def simulate(
         )
     costs = Costs() if costs is None else costs
     graph = Graph.chain(schedule.stages) if graph is None else graph
-    if costs.overlap or costs.free_transfers:
+    if costs.overlap:
         return _walk(schedule, costs, graph)
     return _walk_instructions(schedule, costs, graph)
 
@@ -63,10 +63,12 @@ class Durations:
 
     def __init__(self, schedule: Schedule, costs: Costs, graph: Graph, table: PassTable) -> None:
         M = schedule.microbatches
-        self.by_kind = costs.times(schedule.stages, schedule.devices, empty=graph.empty)
+        self.by_kind = costs.times(schedule.stages, len(set(schedule.placement)), empty=graph.empty)
         self.factors = costs.factors(schedule.stages, M)
         self.crossings = [
             costs.transfer((c.source, c.to), c.edge, graph.values[c.value].nbytes)
+            if c.sent
+            else (0.0, 0.0)
             for c in table.crossings
         ]
 
@@ -124,13 +126,15 @@ def _walk(schedule: Schedule, costs: Costs, graph: Graph) -> Timeline:
                     _refuse(schedule, graph)
                 done[number * M + m] = time
             for crossing in table.sends[of]:
-                value, source, to, _ = table.crossings[crossing]
+                value, source, to, _, sent = table.crossings[crossing]
                 busy, latency = durations.crossings[crossing]
-                start = max(time, link_free.get((source, to), 0.0))
-                link_free[source, to] = start + busy
-                arrival = start + busy + latency
+                arrival = time
+                if sent:
+                    start = max(time, link_free.get((source, to), 0.0))
+                    link_free[source, to] = start + busy
+                    arrival = start + busy + latency
+                    transfers.append(Transfer(value, m, source, to, start, arrival))
                 arrived[crossing * M + m] = arrival
-                transfers.append(Transfer(value, m, source, to, start, arrival))
                 waiter = waiting.pop(crossing * M + m, None)
                 if waiter is not None:
                     runnable.append(waiter)

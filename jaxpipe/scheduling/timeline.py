@@ -122,20 +122,21 @@ class Timeline:
     def held(self) -> tuple[tuple[tuple[float, float], ...], ...]:
         """What each device holds over time: steps (time, held from then on), by device.
 
-        In the graph's unit. Follows the instruction lists: a pass's results count from its start,
-        what is received from the moment that room for it is made.
+        In the graph's unit; several steps at one time stand in their order. By the instruction
+        lists: what a pass makes counts from its start, what is received from when there is room.
         """
         curves = []
         for steps, live in zip(self.plan.lists, self.plan.live, strict=True):
-            now, curve = 0.0, {0.0: 0.0}
+            now = 0.0
+            curve = [(now, 0.0)]
             for step, held in zip(steps, live, strict=True):
                 if isinstance(step, Run):
                     now = self.start[step.action]
-                    curve[now] = max(held, curve.get(now, 0.0))
+                if held != curve[-1][1]:
+                    curve.append((now, held))
+                if isinstance(step, Run):
                     now = self.end[step.action]
-                else:
-                    curve[now] = held
-            curves.append(tuple(curve.items()))
+            curves.append(tuple(curve))
         return tuple(curves)
 
     @cached_property
@@ -171,8 +172,10 @@ class Timeline:
             for crossing in table.remote[last.stage, last.kind]:
                 stage, kind = senders[crossing]
                 maker = makers[(3 * stage + "FIW".index(kind)) * M + last.microbatch]
-                value, _, to, _ = table.crossings[crossing]
-                causes.append((arrivals[value, last.microbatch, to], 0, maker))
+                value, _, to, _, sent = table.crossings[crossing]
+                known = (value, last.microbatch, to)
+                arrival = arrivals[known] if sent else self.end[maker]
+                causes.append((arrival, 0, maker))
             if not causes:
                 return tuple(reversed(path))
             path.append(max(causes, key=lambda cause: cause[:2])[2])
