@@ -26,6 +26,7 @@ from typing import Any
 from absl import app, flags
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +85,7 @@ def measure_step(size: str) -> dict:
     """Paired times of the pipelined step and the two plain forms."""
     loss, params, batch = decoder(size, DEVICES * BLOCKS_PER_STAGE)
     loss_fn = pipelined(loss, DEVICES, _SCHEDULE.value)
-    placed = loss_fn.place(params)
+    placed = loss_fn.place(params, batch)
     scan = scan_form(loss, microbatches=MICROBATCHES)
     loop = loop_form(loss, microbatches=MICROBATCHES)
     times = interleaved(
@@ -110,7 +111,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     only, sizes = dict.fromkeys(_ONLY.value), dict.fromkeys(_SIZES.value)
-    console = Console()
+    console = Console(width=max(Console().width, 120))
     console.print(
         f"jax {jax.__version__}, {os.cpu_count()} cores, {_SCHEDULE.value}, P={DEVICES}, "
         f"M={MICROBATCHES}, {BLOCKS_PER_STAGE} blocks per stage, MALLOC_MMAP_THRESHOLD_="
@@ -122,7 +123,9 @@ def main(argv: list[str]) -> None:
         found["step"] = {size: measure_step(size) for size in sizes}
         console.print(step_table(found["step"]))
     if "host" in only:
-        found["host"] = host_seconds_per_action(partial(pipelined, devices=DEVICES, schedule=_SCHEDULE.value))
+        found["host"] = host_seconds_per_action(
+            partial(pipelined, devices=DEVICES, schedule=_SCHEDULE.value)
+        )
         console.print(f"host cost per action: {1e3 * found['host']:.3f} ms", highlight=False)
     if "residuals" in only:
         found["residuals"] = {}

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import jaxpipe
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -17,6 +19,7 @@ pytestmark = pytest.mark.smoke
 
 
 def test_installed_version_is_the_projects():
+    assert jaxpipe.__version__ == PROJECT["project"]["version"]
     assert version("jaxpipe") == PROJECT["project"]["version"]
 
 
