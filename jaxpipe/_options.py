@@ -151,7 +151,7 @@ def _list(choices: Sequence[str]) -> str:
 
 
 def config_key() -> tuple[Any, ...]:
-    """What of JAX's configuration (contexts of this thread included) a traced program depends on."""
+    """JAX's configuration, contexts of this thread included, as far as programs depend on it."""
     return tuple(str(getattr(jax.config, name, None)) for name in _CONFIG)
 
 

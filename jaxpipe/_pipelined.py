@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxpipe._build import Built, Compiled, build, compile_built
+from jaxpipe._build import Built, Compiled, build, compile_built, schedule_of
 from jaxpipe._calls import Call, read_call
 from jaxpipe._options import Options, check_names, config_key
-from jaxpipe._reference import Reference, float0_zeros, is_trained
+from jaxpipe._reference import Reference
+from jaxpipe._run import bring, forward, gradients, grads_as_given, outcome
 from jaxpipe._trees import check_same_tree
 from jaxpipe.errors import PipelineError
 from jaxpipe.lower.lowered import Lowered
@@ -28,7 +27,6 @@ from jaxpipe.lower.place import (
     Layout,
     default_mesh,
     gather_tree,
-    is_placed,
     pipeline_submeshes,
     place_leaf,
 )
@@ -65,17 +63,10 @@ class Pipelined:
         gets ``jax.random.fold_in(rng, i)`` as the function's ``rng`` (or last) argument.
         """
         call = read_call(params, args, kwargs, rng)
-        compiled = self._compile(call, gradients=False)
-        engine = compiled.engine
-        with engine.lock:
-            placed, kept = self._bring(compiled.built.layout, call)
-            try:
-                engine.load(placed, call.batch)
-                engine.run()
-                results = engine.results()
-            finally:
-                engine.clear()
-        return self._outcome(compiled.built, results, _results_sharding(compiled.built, call, kept))
+        compiled = self.compiled(call, gradients=False)
+        placed, kept = bring(compiled.built.layout, call)
+        results = forward(compiled, placed, call.batch)
+        return outcome(compiled.built, results, call, kept)
 
     def value_and_grad(self, params: Any, *args: Any, rng: Any = None, **kwargs: Any) -> Any:
         """``(loss, grads)``, or ``((loss, aux), grads)``; arguments as of a call.
@@ -84,20 +75,11 @@ class Pipelined:
         given. Integer, boolean and key leaves get float0 zeros, as with ``allow_int=True``.
         """
         call = read_call(params, args, kwargs, rng)
-        compiled = self._compile(call, gradients=True)
-        layout = compiled.built.layout
-        results, grads, kept = self._step(compiled, call)
-        leaves = []
-        for i, leaf in enumerate(call.params):
-            if not is_trained(leaf):
-                leaves.append(float0_zeros(leaf))
-            elif kept[i]:
-                leaves.append(_moved(grads[i], layout.shardings[i]))
-            else:
-                leaves.append(_moved(grads[i], _own_sharding(leaf)))
-        value = self._outcome(
-            compiled.built, results, _results_sharding(compiled.built, call, kept)
-        )
+        compiled = self.compiled(call, gradients=True)
+        placed, kept = bring(compiled.built.layout, call)
+        results, grads = gradients(compiled, placed, call.batch)
+        leaves = grads_as_given(compiled.built.layout, call, grads, kept)
+        value = outcome(compiled.built, results, call, kept)
         return value, jax.tree.unflatten(call.params_tree, leaves)
 
     def train_step(self, update: Any) -> TrainStep:
@@ -209,9 +191,12 @@ class Pipelined:
             check_same_tree("the parameters", params, self._params)
             return self._layout
 
-    def _forward_only(self) -> bool:
-        from jaxpipe._build import schedule_of
+    @property
+    def traced(self) -> bool:
+        """Whether it is known which stage uses which parameter."""
+        return self._layout is not None
 
+    def _forward_only(self) -> bool:
         return schedule_of(self.options, len(self.submeshes)).forward_only
 
     def _build(self, call: Call, *, gradients: bool) -> Built:
@@ -241,7 +226,8 @@ class Pipelined:
                 return compiled
         return compile_built(built, self.workers)
 
-    def _compile(self, call: Call, *, gradients: bool) -> Compiled:
+    def compiled(self, call: Call, *, gradients: bool) -> Compiled:
+        """The compiled pipeline for this kind of call."""
         key = (call.signature(), gradients, config_key())
         compiled = self._compiled.get(key)
         if compiled is None:
@@ -249,98 +235,3 @@ class Pipelined:
                 built = self._build(call, gradients=gradients)
                 compiled = self._compiled[key] = self._compile_built(built)
         return compiled
-
-    # -- running ---------------------------------------------------------------------------------
-
-    def _bring(self, layout: Layout, call: Call) -> tuple[list[jax.Array], list[bool]]:
-        """Parameters on their devices, and which of them already were there."""
-        kept = [is_placed(layout, i, leaf) for i, leaf in enumerate(call.params)]
-        placed = [
-            leaf if kept[i] else place_leaf(layout, i, leaf, copy=False)
-            for i, leaf in enumerate(call.params)
-        ]
-        return placed, kept
-
-    def _step(
-        self, compiled: Compiled, call: Call
-    ) -> tuple[dict[int, jax.Array], list[Any], list[bool]]:
-        """Results by number, one gradient per leaf on its home device, and who was placed."""
-        engine, layout = compiled.engine, compiled.built.layout
-        with engine.lock:
-            placed, kept = self._bring(layout, call)
-            try:
-                engine.load(placed, call.batch)
-                if compiled.built.outputs.weighted:
-                    engine.run(
-                        lambda: [
-                            jax.device_put(engine.results()[1], sharding)
-                            for sharding in layout.replicated
-                        ]
-                    )
-                else:
-                    engine.run()
-                results = engine.results()
-                parts = engine.gradients()
-            finally:
-                engine.clear()
-        grads = [
-            _summed(layout, i, parts.get(i, ()), leaf, self.options.grad_dtype)
-            if is_trained(leaf)
-            else None
-            for i, leaf in enumerate(placed)
-        ]
-        return results, grads, kept
-
-    def _outcome(self, built: Built, results: dict[int, jax.Array], sharding: Any) -> Any:
-        """The caller's value of joined results, all under one sharding."""
-        ordered = [results[number] for number in range(len(built.outputs.rules))]
-        return built.outputs.assemble(jax.device_put(ordered, sharding))
-
-
-def _summed(
-    layout: Layout,
-    leaf: int,
-    parts: Sequence[tuple[int, int, jax.Array]],
-    param: jax.Array,
-    grad_dtype: Any,
-) -> jax.Array:
-    """One gradient of a leaf on its home device: contributions added in order of stages."""
-    home = layout.owners[leaf][0]
-    sharding = layout.local[home][leaf]
-    if not parts:
-        return jnp.zeros(param.shape, grad_dtype or param.dtype, device=sharding)
-    total: Any = None
-    for _, device, part in parts:
-        here = part if device == home else jax.device_put(part, sharding)
-        total = here if total is None else total + here
-    return total
-
-
-def _moved(array: jax.Array, sharding: Any) -> jax.Array:
-    return array if array.sharding == sharding else jax.device_put(array, sharding)
-
-
-def _own_sharding(leaf: Any) -> Any:
-    """Where an unplaced parameter is; numpy arrays and numbers count as on the default device."""
-    if isinstance(leaf, jax.Array):
-        return leaf.sharding
-    return SingleDeviceSharding(_default_device())
-
-
-def _default_device() -> jax.Device:
-    return jnp.zeros(()).devices().pop()
-
-
-def _results_sharding(built: Built, call: Call, kept: Sequence[bool]) -> Any:
-    """Results are replicated over the mesh, or on the device of parameters that are not placed."""
-    if any(kept) or not call.params:
-        return built.layout.everywhere
-    leaf = call.params[0]
-    if not isinstance(leaf, jax.Array):
-        return SingleDeviceSharding(_default_device())
-    sharding = leaf.sharding
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, PartitionSpec())
-    if len(sharding.device_set) == 1:
-        return SingleDeviceSharding(next(iter(sharding.device_set)))
-    return built.layout.everywhere

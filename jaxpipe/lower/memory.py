@@ -22,8 +22,8 @@ class Memory:
 
     ``parameters``: leaves that the device's stages use. ``resident``: constants of the model and
     prologue results. ``accumulators``: of weight gradients. ``peak``: the most that values of
-    microbatches take at once (activations, residuals, cotangents, receive buffers). ``temporaries``:
-    the scratch space of its largest program, None before compilation.
+    microbatches take at once (activations, residuals, cotangents, receive buffers).
+    ``temporaries``: the scratch space of its largest program, None before compilation.
     """
 
     parameters: int

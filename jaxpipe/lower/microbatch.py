@@ -42,8 +42,8 @@ def resolve_axes(microbatch_axes: Any, batch: Any, microbatches: int) -> Axes:
     except ValueError as error:
         raise PipelineError(
             f"microbatch_axes={microbatch_axes!r} is no prefix of the batch, whose structure is "
-            f"{jax.tree.structure(batch)}. Give one axis for all leaves, or a tree like the batch's "
-            f"with axes (None: the whole leaf for every microbatch). {error}"
+            f"{jax.tree.structure(batch)}. Give one axis for all leaves, or a tree like the "
+            f"batch's with axes (None: the whole leaf for every microbatch). {error}"
         ) from error
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     axes: list[int | None] = []

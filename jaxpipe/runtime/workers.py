@@ -41,6 +41,12 @@ class Workers:
         for inbox, job in zip(self._inboxes, jobs, strict=True):
             inbox.put(job)
 
+    def submit_to(self, number: int, job: Job) -> None:
+        """Hand a job to one thread; returns at once."""
+        if not self._threads:
+            self._start()
+        self._inboxes[number].put(job)
+
     def close(self) -> None:
         """End the threads after the jobs they hold."""
         self._finalizer()
