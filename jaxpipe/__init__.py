@@ -24,7 +24,25 @@ _HOMES = {
 _MODULES = ("scheduling", "schedules")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = sorted((*_HOME_OF, *_MODULES))
+__all__ = [
+    "B",
+    "Costs",
+    "F",
+    "I",
+    "PipelineError",
+    "Schedule",
+    "ScheduleError",
+    "Timeline",
+    "TrainState",
+    "W",
+    "greedy",
+    "pipeline",
+    "placements",
+    "schedule",
+    "schedules",
+    "scheduling",
+    "stage_boundary",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -206,14 +206,14 @@ def _check_weighted(main: Any) -> None:
         )
     _check_loss("loss_sum", main[0], None)
     weight = main[1]
-    if jax.tree.structure(weight) != jax.tree.structure(0) or weight.shape != ():
+    if not _is_leaf(weight) or weight.shape != ():
         raise PipelineError(
             f"the weight must be a scalar, such as mask.sum(); it is {_show(weight)}."
         )
 
 
 def _check_loss(what: str, loss: Any, options: Options | None) -> None:
-    if jax.tree.structure(loss) != jax.tree.structure(0):
+    if not _is_leaf(loss):
         hint = ""
         if isinstance(loss, tuple) and len(loss) == 2 and options and not options.has_aux:
             hint = " To return (loss, aux), give has_aux=True."
@@ -252,6 +252,10 @@ def _concat_rules(out_axes: Any, main: Any) -> list[Rule]:
             )
         rules.append(("concat", axis % leaf.ndim))
     return rules
+
+
+def _is_leaf(value: Any) -> bool:
+    return jax.tree_util.all_leaves([value])
 
 
 def _show(value: Any) -> str:

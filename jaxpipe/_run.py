@@ -96,7 +96,7 @@ def grads_as_given(
     layout: Layout, call: Call, grads: Sequence[Any], kept: Sequence[bool]
 ) -> list[Any]:
     """Gradients where their parameters were given; float0 zeros for leaves without one."""
-    leaves = []
+    leaves: list[Any] = []
     for i, (leaf, grad) in enumerate(zip(call.params, grads, strict=True)):
         if grad is None:
             leaves.append(float0_zeros(leaf))

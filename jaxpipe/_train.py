@@ -290,9 +290,15 @@ def _optax_update(optimizer: Any) -> Callable:
         changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, changes)
         new = replace(state, step=state.step + 1, params=params, opt_state=opt_state)
-        return new, {"grad_norm": optax.global_norm(grads)}
+        return new, {"grad_norm": _norm(grads)}
 
     return update
+
+
+def _norm(tree: Any) -> jax.Array:
+    """The global norm, in the order and dtypes of ``optax.tree.norm``."""
+    squares = [jnp.sum(jnp.real(x * jnp.conj(x))) for x in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares))
 
 
 def _with_loss(metrics: Any, loss: Any, aux: Any, has_aux: bool) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -14,10 +14,6 @@ from jaxpipe.scheduling import Schedule
 __all__ = ["Pipelined", "pipeline"]
 
 
-@overload
-def pipeline(fun: Callable, **options: Any) -> Pipelined: ...
-@overload
-def pipeline(fun: None = None, **options: Any) -> Callable[[Callable], Pipelined]: ...
 def pipeline(
     fun: Callable | None = None,
     *,

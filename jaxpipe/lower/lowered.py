@@ -55,7 +55,8 @@ class Lowered:
         """Times of passes in proportion to their FLOPs: a stage's mean F takes 1."""
         flops = {kind: [self._flops(s, kind) for s in range(self.graph.stages)] for kind in "FIWB"}
         unit = sum(flops["F"]) / len(flops["F"]) or 1.0
-        return Costs(**{kind: tuple(f / unit for f in each) for kind, each in flops.items()})
+        f, i, w, b = (tuple(x / unit for x in flops[kind]) for kind in "FIWB")
+        return Costs(F=f, I=i, W=w, B=b)
 
     def _flops(self, stage: int, kind: str) -> float:
         spec = self.stage_graph.stages[stage].passes.get(kind)

@@ -6,6 +6,7 @@ hold can be compared with what the plan says. This file knows no threads.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import jax
@@ -25,17 +26,14 @@ def walk(engine: Engine, after: After) -> None:
     for tape in engine.tapes:
         for op, _ in tape.begin:
             op()
-    bodies = [iter(tape.body) for tape in engine.tapes]
-    ahead = [next(body, None) for body in bodies]
+    bodies = [deque(tape.body) for tape in engine.tapes]
     for device, index in engine.plan.walk:
         instruction = engine.plan.lists[device][index]
-        while ahead[device] is not None and ahead[device][1] is instruction:
-            ahead[device][0]()
-            ahead[device] = next(bodies[device], None)
+        body = bodies[device]
+        while body and body[0][1] is instruction:
+            body.popleft()[0]()
         after(device, index, instruction)
-    for device, body in enumerate(bodies):
-        if ahead[device] is not None:
-            ahead[device][0]()
+    for body in bodies:
         for op, _ in body:
             op()
 
