@@ -46,7 +46,7 @@ def main(argv):
     costs = jp.Costs(F=1, I=1, W=1, latency=0.5)
     library = jp.schedules.get("1f1b")(**sizes)
     for schedule in (library, mine):
-        print(schedule.simulate(costs))
+        print(f"{schedule.name}:\n{schedule.simulate(costs)}")
 
     # Draw, and save in a form that other programs read.
     mine.simulate(costs).save(PICTURE.value)

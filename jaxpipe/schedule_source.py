@@ -134,9 +134,9 @@ def _place(error: Exception, path: Path) -> str:
 
 def _defined(module: ModuleType) -> dict[str, Source]:
     """Schedules and schedule functions that the file makes itself (not those it imports)."""
-    from jaxpipe import schedules
+    import jaxpipe.schedules as library
 
-    imported = {id(schedules.get(name)) for name in schedules.names()}
+    imported = {id(library.get(name)) for name in library.names()}
     found: dict[str, Any] = {}
     for name, value in vars(module).items():
         if not _is_schedule(value) or id(value) in imported:

@@ -72,13 +72,13 @@ def run_list(args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from jaxpipe import schedules
+    import jaxpipe.schedules as library
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("name", "options", "what it is"):
         table.add_column(column, overflow="fold", no_wrap=column == "name")
-    for name in schedules.names():
-        function = schedules.get(name)
+    for name in library.names():
+        function = library.get(name)
         options = ", ".join(f"{option}={value!r}" for option, value in _options(function).items())
         table.add_row(name, options, (inspect.getdoc(function) or "").partition("\n")[0])
     Console().print(table, highlight=False, markup=False)

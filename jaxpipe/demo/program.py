@@ -23,7 +23,7 @@ from jaxpipe.demo.data import Corpus
 from jaxpipe.demo.display import results_table, training_progress
 from jaxpipe.demo.model import Decoder, loss_of, optimizer
 from jaxpipe.demo.plain import PlainState, plain_step
-from jaxpipe.demo.sampling import sample
+from jaxpipe.demo.sampling import printable, sample
 from jaxpipe.scheduling.schedule import Schedule
 from jaxpipe.view.grid import print_grid
 
@@ -198,6 +198,5 @@ def _say_sample(console: Console, options: Options, model: Decoder, params: Any)
         seed=options.seed,
     )
     console.print("\na sample:", style="bold")
-    written = (PROMPT + text).decode("utf-8", errors="replace")
-    console.print(written, markup=False, highlight=False)
+    console.print(printable(PROMPT + text), markup=False, highlight=False)
     console.print()

@@ -29,6 +29,16 @@ def sample(
     return np.asarray(filled)[len(prompt) : end].astype(np.uint8).tobytes()
 
 
+def printable(text: bytes) -> str:
+    """``text`` for a terminal: what is not printable becomes the replacement character.
+
+    >>> printable(b"def f(x):\\n\\x1b[2J")
+    'def f(x):\\n\ufffd[2J'
+    """
+    decoded = text.decode("utf-8", errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in decoded)
+
+
 @partial(jax.jit, static_argnums=0)
 def _fill(
     model: Decoder,

@@ -197,12 +197,17 @@ class Timeline:
 
     def __str__(self) -> str:
         """One line for each device, and the totals."""
-        lines = ["device      busy    bubble      span      peak"]
+        lines = ["device      busy    bubble      span            peak"]
         rows = zip(self.busy, self.bubble, self.spans, self.peak, strict=True)
         for device, (busy, bubble, span, peak) in enumerate(rows):
             share = f"{100 * bubble:.1f} %"
-            lines.append(f"{device:>6}{busy:>10.4g}{share:>10}{span:>10.4g}{peak:>10.6g}")
+            lines.append(f"{device:>6}{busy:>10.4g}{share:>10}{span:>10.4g}{_number(peak):>16}")
         lines.append(
             f"makespan {self.makespan:.6g}, span {self.span:.6g}, bubble {100 * self.idle:.1f} %"
         )
         return "\n".join(lines)
+
+
+def _number(peak: float) -> str:
+    """Units as they are, and bytes in full: 7.5, 11,481,520."""
+    return f"{peak:,.0f}" if peak >= 1e4 else f"{peak:.6g}"
