@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.capture import _jax_compat as compat
 from jaxpipe.lower.flatten_update import Atom, Flattened, Step
 from jaxpipe.lower.rounds import Part
 
@@ -90,9 +89,7 @@ def fingerprint(flat: Flattened, part: Part, signature: Signature) -> Hashable:
         return tuple(name(a) for a in atoms)
 
     conds: dict[int, int] = {}
-    arguments = tuple(
-        (name(v), str(flat.avals[v])) for v in (*signature.leaves, *signature.kept)
-    )
+    arguments = tuple((name(v), str(flat.avals[v])) for v in (*signature.leaves, *signature.kept))
     scalars = tuple((name(v), *where) for v, *where in signature.offsets)
     dtypes = tuple(str(dtype) for *_, dtype in signature.vectors)
     steps = []
@@ -107,7 +104,7 @@ def fingerprint(flat: Flattened, part: Part, signature: Signature) -> Hashable:
         steps.append((what, names(step.inputs), guard, chooses, names(step.outputs)))
     results = (names(signature.outputs), names(signature.keeps))
     sent = tuple((str(dtype), names(values)) for dtype, values in signature.packed)
-    return arguments, scalars, dtypes, tuple(steps), results, sent
+    return arguments, scalars, dtypes, tuple(steps), results, sent, names(part.pins)
 
 
 def _equation_key(equation: Any) -> Hashable:
@@ -136,7 +133,7 @@ def part_function(flat: Flattened, part: Part, signature: Signature) -> Callable
         results = [_read(env, a) for a in signature.outputs]
         results += [env[v] for v in signature.keeps]
         results += [jnp.stack([env[v] for v in values]) for _, values in signature.packed]
-        return results
+        return results + [jnp.broadcast_to(env[v], (2,)) for v in part.pins]
 
     return run
 

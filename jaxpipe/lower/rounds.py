@@ -12,13 +12,16 @@ This file knows no arrays and no programs.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import os
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpipe.capture.recompute import is_cheap
 from jaxpipe.lower.flatten_update import ALL, Atom, Flattened, Step, arrives
 
+KEEP = bool(os.environ.get("KEEP"))
 HOME = -3  # the place where scalars of several devices are joined
 
 
@@ -29,7 +32,9 @@ class Part:
     ``steps``: step numbers in order. ``results``: (output number, atom). ``scalars``: values that
     leave the part in its packed vectors. ``kept``: arrays that a later part of this place reads.
     ``reads``: values made elsewhere, each with the part (place, phase) that sends it, or None for
-    an input of the update.
+    an input of the update. ``pins``: scalars with one array reader here and others elsewhere; the
+    program gives them a second reader, for XLA divides by a scalar of one reader otherwise (it
+    multiplies by the reciprocal), and the result would depend on how many leaves a device has.
     """
 
     place: int
@@ -39,6 +44,7 @@ class Part:
     scalars: tuple[int, ...]
     kept: tuple[int, ...]
     reads: tuple[tuple[int, tuple[int, int] | None], ...]
+    pins: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +61,9 @@ class Rounds:
     on_device: dict[int, int] = field(default_factory=dict)
 
 
-def divide(flat: Flattened, owners: tuple[int, ...], state_leaves: int, devices: int, home: int) -> Rounds:
+def divide(
+    flat: Flattened, owners: tuple[int, ...], state_leaves: int, devices: int, home: int
+) -> Rounds:
     """Divide a flattened update into parts.
 
     ``owners[i]`` for i < ``state_leaves``: where output i (a state leaf) is due. The outputs after
@@ -70,11 +78,13 @@ class _Divider:
     ):
         self.flat = flat
         self.owners = owners
+        self.readers = _readers(flat.steps)
         self.needs: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
         self.runs: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.results: dict[tuple[int, int], list[tuple[int, Atom]]] = defaultdict(list)
         self.exports: dict[tuple[int, int], set[int]] = defaultdict(set)
         self.source: dict[tuple[int, int], tuple[int, int]] = {}  # (value, place) -> its maker
+        self.read: set[tuple[int, int, int]] = set()  # (value, place, phase) of steps' operands
         self.unchanged: list[tuple[int, int]] = []
         self.on_device: dict[int, int] = {}
         effects = [n for n, step in enumerate(flat.steps) if step.equation.effects]
@@ -157,15 +167,15 @@ class _Divider:
             if value not in self.needs:
                 continue
             needs = self.needs[value]
-            for device in [d for d in needs if d != HOME]:
+            own = self._stays(value)
+            for device in [d for d in needs if d not in (HOME, own)]:
                 if self._comes_from_home(value, device):
                     self._ship(value, device)
             if HOME in needs:
-                first = min(needs[HOME])
-                if self.flat.places[value].joined:
+                if own is None and self.flat.places[value].joined:
                     runs |= self._run(value, step, HOME)
                 else:
-                    self._send_home(value, self.flat.places[value].device, first)
+                    self._send_home(value, self.flat.places[value].device, min(needs[HOME]))
             for device in needs:
                 if device != HOME and (value, device) not in self.source:
                     runs |= self._run(value, step, device)
@@ -175,6 +185,7 @@ class _Divider:
             self.runs[place, phase].append(number)
             for value in _reads(self.flat, step):
                 self.needs[value][place].add(phase)
+                self.read.add((value, place, phase))
 
     def _meet_input(self, value: int) -> None:
         owner, needs = self.owners[value], self.needs[value]
@@ -184,6 +195,19 @@ class _Divider:
             self._ship(value, device)
         if HOME in needs:
             self._send_home(value, owner, min(needs[HOME]))
+
+    def _stays(self, value: int) -> int | None:
+        """The device that makes a scalar for itself and others, if that is soon enough.
+
+        The moments of a scalar parameter are made beside the parameter, not at home.
+        """
+        place, needs = self.flat.places[value], self.needs[value]
+        if place.device == ALL or place.device not in needs or self.flat.avals[value].shape != ():
+            return None
+        at_home = needs.get(HOME, set()).union(
+            phase - 1 for d in needs if d not in (HOME, place.device) for phase in needs[d]
+        )
+        return place.device if min(at_home, default=self.last) >= place.local else None
 
     def _comes_from_home(self, value: int, device: int) -> bool:
         place = self.flat.places[value]
@@ -209,8 +233,15 @@ class _Divider:
         """Where to run the step for the demands of ``place``; keeps what is not made again."""
         phases = sorted(self.needs[value][place])
         again = step.chooses is not None or is_cheap(step.equation)
-        if self.flat.avals[value].shape == () and (place == HOME or step.place.device != ALL):
-            again = False  # one scalar, one set of bits
+        if place == HOME and self.flat.avals[value].shape == ():
+            again = False  # it is sent packed with the rest
+        if (
+            KEEP
+            and place != HOME
+            and self.flat.avals[value].shape != ()
+            and step.place.device != ALL
+        ):
+            again = again and not any((value, place, phase) in self.read for phase in phases[1:])
         if again or len(phases) == 1:
             return {(place, phase) for phase in phases}
         self.source[value, place] = (place, phases[0])
@@ -237,6 +268,23 @@ class _Divider:
             scalars=tuple(v for v in exports if self.flat.avals[v].shape == ()),
             kept=tuple(v for v in exports if self.flat.avals[v].shape != ()),
             reads=tuple((v, self._source(v, place)) for v in outside),
+            pins=self._pins(steps, {*exports, *(a for _, a in results if isinstance(a, int))}),
+        )
+
+    def _pins(self, steps: tuple[int, ...], leaving: set[int]) -> tuple[int, ...]:
+        mine = [self.flat.steps[n] for n in steps]
+        readers = _readers(mine)
+        read_by_arrays = {
+            a
+            for step in mine
+            if not step.guard and any(self.flat.avals[v].shape for v in step.outputs)
+            for a in step.inputs
+            if isinstance(a, int) and self.flat.avals[a].shape == ()
+        }
+        return tuple(
+            v
+            for v in sorted(read_by_arrays - leaving)
+            if readers[v] == 1 < self.readers[v] and v not in self.flat.constants
         )
 
     def _source(self, value: int, place: int) -> tuple[int, int] | None:
@@ -248,3 +296,8 @@ class _Divider:
 def _reads(flat: Flattened, step: Step) -> list[int]:
     atoms: list[Any] = [*step.inputs, *(flat.indices[c] for c, _ in step.guard)]
     return [a for a in atoms if isinstance(a, int)]
+
+
+def _readers(steps: Sequence[Step]) -> Counter[int]:
+    """How many steps read each value."""
+    return Counter(a for step in steps for a in step.inputs if isinstance(a, int))

@@ -122,7 +122,7 @@ class UpdatePlan:
 
 def _run(call: Call, registers: list[Any]) -> None:
     results = call.program(*[registers[i] for i in call.arguments])
-    for register, array in zip(call.results, results, strict=True):
+    for register, array in zip(call.results, results, strict=False):  # pins have no register
         registers[register] = array
 
 
@@ -224,7 +224,7 @@ class _Planner:
             self.sharding(o, device) if o < self.traced.state_leaves else whole
             for o, _ in part.results
         ]
-        results += [whole] * (len(signature.keeps) + len(signature.packed))
+        results += [whole] * (len(signature.keeps) + len(signature.packed) + len(part.pins))
         return Job(
             name=f"update of device {part.place}, phase {part.phase}",
             fun=function,
@@ -287,9 +287,7 @@ class _Planner:
         arguments += [self.register("vector", vector, device) for vector in signature.vectors]
         results = [self.register("output", o, device) for o, _ in part.results]
         results += [self.register("kept", part.place, v) for v in signature.keeps]
-        results += [
-            self.register("vector", (*key, dtype), device) for dtype, _ in signature.packed
-        ]
+        results += [self.register("vector", (*key, dtype), device) for dtype, _ in signature.packed]
         donated = tuple(arguments[i] for i in self.donated(part, signature))
         return Call(device, by_role[device][key], tuple(arguments), tuple(results), donated)
 

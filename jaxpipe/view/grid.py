@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-MOST_CELLS = 4096  # in a row; finer times are rounded to cells of a longer unit
+CELLS_PER_ACTION = 4  # where exact times need more cells than that, times are rounded
+ROUNDED_CELLS_PER_ACTION = 2
 
 
 class Cell(NamedTuple):
@@ -31,33 +32,39 @@ class Cell(NamedTuple):
 
 
 def unit_of(timeline: Timeline) -> float:
-    """The time of one cell: the longest that divides all times, within reason.
+    """The time of one cell: the longest that divides all times, or a rough one if that is tiny.
 
     >>> unit_of(simulate(Schedule.parse("0F0 0B0")))
     1.0
     """
-    origin = min((begun[0] for begun in timeline.starts if begun), default=0.0)
+    origin = _origin(timeline)
     edges: set[float] = set()
     lengths: set[float] = set()
     for begun, ended in zip(timeline.starts, timeline.ends, strict=True):
-        edges.update(round(time - origin, 9) for time in (*begun, *ended))
+        edges.update(time - origin for time in (*begun, *ended))
         lengths.update(end - start for start, end in zip(begun, ended, strict=True) if end > start)
     whole = timeline.makespan
     if not lengths:
         return whole or 1.0
     scale = max(lengths)
-    parts = [Fraction(edge / scale).limit_denominator(64) for edge in edges]
-    common = math.lcm(*{part.denominator for part in parts})
+    parts = {Fraction(edge / scale).limit_denominator(64) for edge in edges}
+    common = math.lcm(*(part.denominator for part in parts))
     unit = scale * math.gcd(*(int(part * common) for part in parts)) / common
-    return max(unit, min(lengths) / 4, whole / MOST_CELLS)
+    most = max(len(order) for order in timeline.schedule.orders)
+    if whole / unit <= CELLS_PER_ACTION * most + 64:
+        return unit
+    return whole / (ROUNDED_CELLS_PER_ACTION * most)
+
+
+def _origin(timeline: Timeline) -> float:
+    return min((begun[0] for begun in timeline.starts if begun), default=0.0)
 
 
 def cells(timeline: Timeline, unit: float) -> list[list[Cell]]:
-    """The rows of the grid. Actions that take no time have no cell."""
+    """The rows of the grid, equally long. Actions that take no time have no cell."""
     schedule = timeline.schedule
     many = schedule.stages > schedule.devices
-    length = round(timeline.makespan / unit)
-    origin = min((begun[0] for begun in timeline.starts if begun), default=0.0)
+    origin = _origin(timeline)
     rows = []
     for device, order in enumerate(schedule.orders):
         row: list[Cell] = []
@@ -65,17 +72,19 @@ def cells(timeline: Timeline, unit: float) -> list[list[Cell]]:
         own = schedule.chunks(device)
         times = zip(order, timeline.starts[device], timeline.ends[device], strict=True)
         for action, start, end in times:
-            first, behind = round((start - origin) / unit), round((end - origin) / unit)
-            first = max(first, at)
-            if behind <= first:
+            if end <= start:
                 continue
+            first = max(at, round((start - origin) / unit))
+            behind = max(first + 1, round((end - origin) / unit))
             row += [Cell(".", 1, None)] * (first - at)
             text = str(action) if many else f"{action.kind}{action.microbatch}"
             fill = color(action.kind, own.index(action.stage), len(own))
             row.append(Cell(text, behind - first, fill))
             at = behind
-        row += [Cell(".", 1, None)] * (length - at)
         rows.append(row)
+    lengths = [sum(cell.width for cell in row) for row in rows]
+    for row, length in zip(rows, lengths, strict=True):
+        row += [Cell(".", 1, None)] * (max(lengths) - length)
     return rows
 
 

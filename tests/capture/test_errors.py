@@ -89,7 +89,13 @@ def test_a_boundary_is_bitwise_an_identity_under_every_transformation():
         return jnp.sum(jnp.sin(x) ** 2)
 
     x = jnp.linspace(0, 1, 12).reshape(3, 4)
-    for t in (jax.jit, jax.grad, jax.vmap, jax.checkpoint, lambda g: jax.jit(jax.vmap(jax.grad(g)))):
+    for t in (
+        jax.jit,
+        jax.grad,
+        jax.vmap,
+        jax.checkpoint,
+        lambda g: jax.jit(jax.vmap(jax.grad(g))),
+    ):
         assert jnp.array_equal(t(f)(x), t(plain)(x))
     assert stage_boundary(None) is None
     with pytest.raises(ValueError, match="2 specs but x has 3 leaves"):
