@@ -18,7 +18,8 @@ def check_same_tree(what: str, given: Any, known: Any) -> None:
         ...
     jaxpipe.errors.PipelineError: the parameters have another structure ...: missing ['b']. ...
     """
-    if jax.tree.structure(given) == jax.tree.structure(known):
+    structures: list[Any] = [jax.tree.structure(given), jax.tree.structure(known)]
+    if structures[0] == structures[1]:
         return
     ours, theirs = (
         [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

@@ -19,10 +19,10 @@ on_a_vee = partial(
     greedy, in_flight=as_much_as_1f1b, reserve=for_way_back, placement=placements.vee
 )
 
-# Taking turns between its two chunks, and forwards before backwards where both can run, a device
-# is never idle after its first action if all times are equal. Where transfers or stages differ,
-# backwards first is often better.
-in_turns = on_a_vee(prefer=(F, I, W), ties=("turns",))
+# Taking turns between its two chunks (for a few sizes: between F and I), and forwards before
+# backwards where both can run, a device is never idle after its first action if all times are
+# equal. Where transfers take time or stages differ, backwards first is often better.
+in_turns = on_a_vee(prefer=(F, I, W), ties=("turns", "alternate"))
 backward_first = on_a_vee(prefer=(I, F, W), ties=("deepest", "oldest"))
 
 zb_v = fastest(

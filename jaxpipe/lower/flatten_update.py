@@ -13,7 +13,6 @@ This file knows no programs, no shardings and no arrays.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -108,9 +107,12 @@ def trace_update(update: Callable, state: Any, grads: Any, aux: Any) -> TracedUp
     shapes and dtypes.
     """
     args = (state, grads, aux)
+    treedef: Any
     flat, treedef = jax.tree_util.tree_flatten_with_path(args)
     # make_jaxpr caches by function identity: a fresh function each time.
-    traced = jax.make_jaxpr(lambda *leaves: update(*treedef.unflatten(leaves)), return_shape=True)
+    traced: Any = jax.make_jaxpr(
+        lambda *leaves: update(*treedef.unflatten(leaves)), return_shape=True
+    )
     jaxpr, out = traced(*(leaf for _, leaf in flat))
     if not (isinstance(out, tuple) and len(out) == 2):
         raise PipelineError(
@@ -138,7 +140,8 @@ def _check_state(old: Any, new: Any) -> None:
     before = {jax.tree_util.keystr(k): a for k, a in jax.tree_util.tree_leaves_with_path(old)}
     after = {jax.tree_util.keystr(k): a for k, a in jax.tree_util.tree_leaves_with_path(new)}
     lost, gained = sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys())
-    if lost or gained or jax.tree.structure(old) != jax.tree.structure(new):
+    trees: list[Any] = [jax.tree.structure(old), jax.tree.structure(new)]
+    if lost or gained or trees[0] != trees[1]:
         which = f" lost: {', '.join(lost[:5])}." if lost else ""
         which += f" gained: {', '.join(gained[:5])}." if gained else ""
         which = which or f" {jax.tree.structure(old)} became {jax.tree.structure(new)}."
@@ -329,14 +332,14 @@ def _join(inputs: Sequence[Place]) -> Place | None:
     devices = {p.device for p in inputs} - {ALL}
     if len(arrays) > 1:
         return None
-    home = functools.reduce(max, (p.home for p in inputs), 1) if not arrays else NEVER
+    home = max((p.home for p in inputs), default=1) if not arrays else NEVER
     if arrays or len(devices) == 1:
         (device,) = arrays or devices
-        local = functools.reduce(max, (arrives(p, device) for p in inputs), 1)
+        local = max((arrives(p, device) for p in inputs), default=1)
     elif devices:  # scalars of several devices
         device, local = ALL, home + 1
     else:
-        device, local = ALL, functools.reduce(max, (p.local for p in inputs), 1)
+        device, local = ALL, max((p.local for p in inputs), default=1)
     return Place(device, local, home, not arrays, joined=not arrays)
 
 

@@ -115,10 +115,10 @@ class _Divider:
         for o, atom in enumerate(outputs):
             if o < state_leaves:
                 owner = self.owners[o]
-                if isinstance(atom, int) and atom < self.flat.inputs:
-                    if self.owners[atom] == owner:
-                        self.unchanged.append((o, atom))
-                        continue
+                is_input = isinstance(atom, int) and atom < self.flat.inputs
+                if is_input and self.owners[atom] == owner:
+                    self.unchanged.append((o, atom))
+                    continue
                 due += [(o, d) for d in (range(devices) if owner == ALL else [owner])]
                 continue
             place = places[atom] if isinstance(atom, int) else None

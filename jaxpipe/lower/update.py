@@ -3,8 +3,9 @@
 ``update(state, grads, aux) -> (state, metrics)`` is written on whole trees, and its leaves live on
 several devices. It is traced once (`trace_update`), every leaf gets an owner (`find_owners`), the
 equations are divided into parts (`divide`), and each part becomes one program (`plan_update`).
-Leafwise equations run where their leaf lives; scalars that join leaves (a global norm) travel packed
-to one home device, are joined there in traced order, and come back packed. So the result is that of
+Leafwise equations run where their leaf lives; scalars that join leaves (a global norm) travel
+packed to one home device, are joined there in traced order, and come back packed. So the result is
+that of
 the plain update, whatever the number of devices.
 
 An `UpdatePlan` is data: calls of compiled programs and moves between devices, on numbered
@@ -71,8 +72,9 @@ class UpdatePlan:
 
     ``groups``: in order; the calls of a group are on different devices and may run at once.
     ``owners``: the owner of each input leaf (flat: state, grads, aux). ``inputs[i]``: the registers
-    of input leaf i, ``outputs[o]``: those of output leaf o (flat: state, metrics): one for a leaf of
-    one device, one for each device for a leaf of `ALL`, the owner's and then its copies' for a tied
+    of input leaf i, ``outputs[o]``: those of output leaf o (flat: state, metrics): one for a leaf
+    of one device, one for each device for a leaf of `ALL`, the owner's and then its copies' for a
+    tied
     leaf. ``last``: the number of local phases.
     """
 
@@ -350,7 +352,9 @@ class _Planner:
                     if d != owner
                 )
             outputs.append(registers)
-        final = [Move(tuple(sources), tuple(targets), tuple(shardings))] if sources else []
+        final: list[tuple[Call, ...] | Move] = []
+        if sources:
+            final.append(Move(tuple(sources), tuple(targets), tuple(shardings)))
         return tuple(outputs), final
 
 

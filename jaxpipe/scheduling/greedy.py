@@ -43,7 +43,9 @@ def greedy(
     the slots that last chunks need, and everything waits.
 
     ``ties``: rules among ready actions, all tried, the best in simulation kept: ``"oldest"``
-    microbatch, ``"deepest"`` chunk, or ``"turns"`` (not twice the same stage if another can run).
+    microbatch, ``"deepest"`` chunk, ``"turns"`` (not twice the same stage if another can run) or
+    ``"alternate"`` (not twice the same kind). In the last two the last of three kinds is left out
+    and only fills what would be idle.
 
     The schedule function takes the options of ``in_flight`` and ``placement``, and ``costs``
     (default: `Costs()`) and ``graph`` (default: a chain) to order for; under given costs the

@@ -29,7 +29,7 @@ Orders = tuple[tuple[Action, ...], ...]
 # number that halves, thirds ... twelfths divide.
 TICKS = 1024 * 27 * 25 * 7 * 11
 
-TIES = ("turns", "oldest", "deepest")
+TIES = ("turns", "alternate", "oldest", "deepest")
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class _Run:
         self.held = [[0] * len(own) for own in chunks_of(task.placement, P)]
         self.chunk = {s: c for own in chunks_of(task.placement, P) for c, s in enumerate(own)}
         self.free = [True] * P
-        self.last = [-1] * P  # the stage of the last action that was no filler
+        self.last: list[Pass | None] = [None] * P  # of the last action that was no filler
         self.orders: list[list[Action]] = [[] for _ in range(P)]
         self.first, self.ended = [0] * P, [0] * P
         # (time, number, device, pass that ends or None, crossing that arrives)
@@ -200,7 +200,7 @@ class _Run:
         self.held[device][self.chunk[stage]] += kind == "F"
         self.free[device] = False
         if kind != self.filler:
-            self.last[device] = stage
+            self.last[device] = of
         self.ended[device] = now + self.times[of]
         heapq.heappush(self.events, (self.ended[device], next(self.numbers), device, of, -1))
 
@@ -219,7 +219,8 @@ class _Run:
         if self.tie == "deepest":
             return each.rank, -each.chunk, m
         stage, kind = each.of
-        again = stage == self.last[device]
+        last = self.last[device]
+        again = last is not None and (stage == last[0] if self.tie == "turns" else kind == last[1])
         return kind == self.filler, again, each.rank, m, -each.chunk
 
     def finish(self, device: int, of: Pass, now: int) -> list[int]:

@@ -37,13 +37,13 @@ LAYERS = ("embed", "block0", "block1", "block2", "head")
 def layer_owners(params: dict[str, Any], devices: int) -> dict[str, Any]:
     """Layers in contiguous runs on the devices."""
     return {
-        name: jax.tree.map(lambda _, d=i * devices // len(LAYERS): d, params[name])
+        name: jax.tree.map(lambda _, i=i: i * devices // len(LAYERS), params[name])
         for i, name in enumerate(LAYERS)
     }
 
 
 def optax_update(optimizer: optax.GradientTransformation) -> Any:
-    """The update of a state ``{params, opt_state, step}`` with loss and gradient norm as metrics."""
+    """The update of a state ``{params, opt_state, step}`` metrics loss and norm."""
 
     def update(state, grads, aux):
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])

@@ -66,7 +66,7 @@ def most_in_flight(order):
 @FEW
 def test_no_limit_is_passed_and_nothing_gets_stuck(case, microbatches, prefer, data):
     devices, placement, reserve, limits, some = case
-    tie = data.draw(st.sampled_from(["turns", "oldest", "deepest"]))
+    tie = data.draw(st.sampled_from(["turns", "alternate", "oldest", "deepest"]))
     make = greedy(
         prefer=prefer,
         in_flight=lambda device, devices: limits[device],
@@ -173,7 +173,10 @@ def test_fastest_keeps_the_fastest_under_given_costs_and_else_the_first():
         ({"prefer": (F, B, B)}, "each once"),
         ({"prefer": ("X",)}, "kinds are F, B, I, W"),
         ({"prefer": (F, B), "ties": ()}, "leaves nothing to try"),
-        ({"prefer": (F, B), "ties": ("newest",)}, "knows turns, oldest, deepest, not 'newest'"),
+        (
+            {"prefer": (F, B), "ties": ("newest",)},
+            "knows turns, alternate, oldest, deepest, not 'newest'",
+        ),
         ({"prefer": (F, B), "reserve": lambda device, devices: 1}, "in_flight= gives"),
     ],
 )
