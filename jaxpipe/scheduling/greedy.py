@@ -44,8 +44,8 @@ def greedy(
 
     ``ties``: rules among ready actions, all tried, the best in simulation kept: ``"oldest"``
     microbatch, ``"deepest"`` chunk, ``"turns"`` (not twice the same stage if another can run) or
-    ``"alternate"`` (not twice the same kind). In the last two the last of three kinds is left out
-    and only fills what would be idle.
+    ``"alternate"`` (not twice the same kind). In the last two a W that ranks last stays
+    last: it only fills what would be idle.
 
     The schedule function takes the options of ``in_flight`` and ``placement``, and ``costs``
     (default: `Costs()`) and ``graph`` (default: a chain) to order for; under given costs the
