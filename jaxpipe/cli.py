@@ -6,6 +6,7 @@ Input that cannot be used ends in one sentence and exit code 1.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from importlib.metadata import version
 
@@ -48,6 +49,9 @@ def main(args: argparse.Namespace) -> int:
         args.command(args)
     except (CommandError, ScheduleError, PipelineError) as error:
         print(f"jaxpipe: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever read our output has had enough, as in `jaxpipe show | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130

@@ -89,7 +89,7 @@ def run(options: Options, schedule: Schedule, corpus: Corpus, console: Console) 
     loss_fn = jp.pipeline(loss, schedule=schedule, microbatches=schedule.microbatches, mesh=mesh)
     _say_what_runs(console, options, params, corpus)
     lowered = loss_fn.lower(params, batch(0))
-    console.print(str(lowered), markup=False, highlight=False)
+    console.print(lowered if console.is_terminal else str(lowered), markup=False, highlight=False)
     console.print()
     _show_schedule(console, lowered)
 
@@ -102,29 +102,35 @@ def run(options: Options, schedule: Schedule, corpus: Corpus, console: Console) 
 
     record = Record()
     tokens = options.batch * options.context
+
+    def pipelined(rows: dict) -> None:
+        nonlocal state
+        begun = time.perf_counter()
+        state, metrics = step(state, rows)
+        jax.block_until_ready(state)
+        record.seconds.append(time.perf_counter() - begun)
+        record.losses.append(float(metrics["loss"]))
+
+    def unpipelined(rows: dict) -> None:
+        nonlocal plain_state
+        begun = time.perf_counter()
+        plain_state, value = plain(plain_state, rows)
+        jax.block_until_ready(plain_state)
+        record.plain_seconds.append(time.perf_counter() - begun)
+        record.plain_losses.append(float(value))
+
+    turns = [pipelined, unpipelined] if options.reference else [pipelined]
+
+    def train(number: int) -> None:
+        rows = batch(number)
+        for turn in turns if number % 2 else reversed(turns):
+            turn(rows)
+
+    train(0)  # compiles, which shows a progress bar of its own
     with training_progress(console, options.steps) as report:
         for number in range(options.steps):
-            rows = batch(number)
-
-            def pipelined(rows: Any = rows) -> None:
-                nonlocal state
-                begun = time.perf_counter()
-                state, metrics = step(state, rows)
-                jax.block_until_ready(state)
-                record.seconds.append(time.perf_counter() - begun)
-                record.losses.append(float(metrics["loss"]))
-
-            def unpipelined(rows: Any = rows) -> None:
-                nonlocal plain_state
-                begun = time.perf_counter()
-                plain_state, value = plain(plain_state, rows)
-                jax.block_until_ready(plain_state)
-                record.plain_seconds.append(time.perf_counter() - begun)
-                record.plain_losses.append(float(value))
-
-            turns = (pipelined, unpipelined) if options.reference else (pipelined,)
-            for turn in turns if number % 2 else reversed(turns):
-                turn()
+            if number:
+                train(number)
             report(number, record.losses[-1], tokens / record.seconds[-1])
 
     trained = loss_fn.gather(state.params)

@@ -7,6 +7,7 @@ not stage graphs: whoever has a stage graph makes the rows.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +36,11 @@ def _numbers(value: Any) -> str:
     return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)
 
 
+def _where(value: Any) -> str:
+    """Source lines with the last folder of their path only: ``demo/model.py:31-59``."""
+    return re.sub(r"[^\s,:]*/(?=[^\s,:/]+/[^\s,:/]+)", "", str(value))
+
+
 def _edges(value: Any) -> str:
     """What a stage sends: ``{2: 4096}`` is ``-> 2: 4.1 kB``."""
     if isinstance(value, Mapping):
@@ -59,7 +65,7 @@ COLUMNS = (
     Column("stage", "stage", _plain, right=True),
     Column("device", "device", _plain, right=True),
     Column("segments", "segments", _numbers),
-    Column("lines", "source lines", _plain),
+    Column("lines", "source lines", _where),
     Column("param_nbytes", "params", nbytes, right=True, total=True),
     Column("flops", "FLOPs", flops, right=True, total=True),
     Column("residual_nbytes", "residuals", nbytes, right=True, total=True),
@@ -100,7 +106,9 @@ class StageTable:
 
         table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
         for column in self.columns:
-            table.add_column(column.heading, justify="right" if column.right else "left")
+            table.add_column(
+                column.heading, justify="right" if column.right else "left", overflow="fold"
+            )
         for n, line in enumerate(self.lines):
             last = self.total and n == len(self.lines) - 1
             if last:
