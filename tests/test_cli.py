@@ -134,7 +134,10 @@ def test_show_writes_a_schedule_that_check_reads(ending, tmp_path, capsys):
 def test_show_writes_a_picture(tmp_path):
     out = tmp_path / "picture.svg"
     assert call("show", "1f1b", "-p", "2", "-m", "2", "-o", str(out)) == 0
-    assert "<svg" in out.read_text()
+    drawn = out.read_text()
+    assert "<svg" in drawn
+    assert call("show", "1f1b", "-p", "2", "-m", "2", "-o", str(out)) == 0
+    assert out.read_text() == drawn
 
 
 def test_schedules_lists_the_library(capsys):

@@ -41,9 +41,12 @@ def save_timeline(
             f"A timeline cannot be saved as {fspath(path)!r}: give a name that ends in "
             f"{', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}."
         )
+    from matplotlib import rc_context
+
     dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}[ending]
     figure = draw(timeline, title=title)
-    figure.savefig(path, format=ending[1:], dpi=160, metadata=dated, facecolor="white")
+    with rc_context({"svg.hashsalt": "jaxpipe"}):  # equal timelines give equal files
+        figure.savefig(path, format=ending[1:], dpi=160, metadata=dated, facecolor="white")
 
 
 def draw(timeline: Timeline, *, title: str | None = None) -> Figure:
