@@ -78,13 +78,17 @@ def struct(leaf: Any) -> jax.ShapeDtypeStruct:
                 f"an argument has a leaf of type {type(leaf).__name__}, {leaf!r}, which is no "
                 "array. Pass arrays and numbers; close over anything else."
             ) from error
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=bool(leaf.weak_type))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=_weak(leaf))
+
+
+def _weak(leaf: Any) -> bool:
+    return bool(getattr(leaf, "weak_type", False))  # key arrays have none
 
 
 def _kind(leaf: Any) -> tuple[Any, ...]:
     if not isinstance(leaf, jax.Array):
         leaf = struct(leaf)
-    return leaf.shape, leaf.dtype, leaf.weak_type
+    return leaf.shape, leaf.dtype, _weak(leaf)
 
 
 def _refuse_nnx(params: Any) -> None:
