@@ -24,7 +24,7 @@ from jaxpipe._options import config_key
 from jaxpipe._reference import is_trained
 from jaxpipe._run import bring, gradients
 from jaxpipe.errors import PipelineError
-from jaxpipe.lower.place import Layout, join_copies, on_device
+from jaxpipe.lower.place import Layout, join_copies, on_device, put_copy
 from jaxpipe.lower.update import (
     ALL,
     UNKNOWN,
@@ -212,7 +212,7 @@ class TrainStep:
             known = self._copies.get(id(leaf))
             if known is not None and known[0] is leaf:
                 return known[1]
-            return [jax.device_put(leaf, at, may_alias=False) for at in layout.replicated]
+            return [put_copy(leaf, at) for at in layout.replicated]
         k = i - FIRST_PARAM
         if 0 <= k < len(update.trained):
             return on_device(layout, update.trained[k], leaf, owner)
@@ -221,7 +221,7 @@ class TrainStep:
         sharding = NamedSharding(layout.submeshes[owner], update.specs[i])
         if leaf.sharding == sharding:
             return leaf
-        return jax.device_put(leaf, sharding, may_alias=False)
+        return put_copy(leaf, sharding)
 
 
 FIRST_PARAM = 1  # a state's flat leaves are its step, then its parameters

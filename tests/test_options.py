@@ -70,9 +70,7 @@ def mean_of(trees):
 
 
 def pipe(fun, *, devices=4, schedule="1f1b", m=M, **options):
-    return jp.pipeline(
-        fun, schedule=schedule, microbatches=m, mesh=pipe_mesh(devices), **options
-    )
+    return jp.pipeline(fun, schedule=schedule, microbatches=m, mesh=pipe_mesh(devices), **options)
 
 
 @jp.schedule

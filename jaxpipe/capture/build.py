@@ -60,7 +60,7 @@ def build(
     if len(modes) != len(groups) or any(m not in RESIDUALS for m in modes):
         raise PipelineError(
             f"residuals={residuals!r}: give one of {', '.join(map(repr, RESIDUALS))}, or a list "
-            f"of {len(groups)} of them, one for each stage"
+            f"with one of them for each of the {len(groups)} stages; this has {len(modes)}."
         )
     seeds = dict(seeds or {})
     dtype = None if grad_dtype is None else jnp.dtype(grad_dtype)
