@@ -330,6 +330,10 @@ def _join(inputs: Sequence[Place]) -> Place | None:
     """The place of what is made of the inputs (before its shape is known), None if impossible."""
     arrays = {p.device for p in inputs if not p.small}
     devices = {p.device for p in inputs} - {ALL}
+    if len(devices) > 1 and not arrays:
+        # What home has joined can be sent anywhere: a scalar leaf's own device makes what is
+        # made of it, so that its equations stay in one program.
+        devices = {p.device for p in inputs if not (p.joined and p.home < p.local)} - {ALL}
     if len(arrays) > 1:
         return None
     home = max((p.home for p in inputs), default=1) if not arrays else NEVER
@@ -339,7 +343,7 @@ def _join(inputs: Sequence[Place]) -> Place | None:
     elif devices:  # scalars of several devices
         device, local = ALL, home + 1
     else:
-        device, local = ALL, max((p.local for p in inputs), default=1)
+        device, local = ALL, max((arrives(p, ALL) for p in inputs), default=1)
     return Place(device, local, home, not arrays, joined=not arrays)
 
 

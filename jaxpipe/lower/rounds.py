@@ -12,7 +12,6 @@ This file knows no arrays and no programs.
 
 from __future__ import annotations
 
-import os
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,6 @@ from typing import Any
 from jaxpipe.capture.recompute import is_cheap
 from jaxpipe.lower.flatten_update import ALL, Atom, Flattened, Step, arrives
 
-KEEP = bool(os.environ.get("KEEP"))
 HOME = -3  # the place where scalars of several devices are joined
 
 
@@ -84,7 +82,6 @@ class _Divider:
         self.results: dict[tuple[int, int], list[tuple[int, Atom]]] = defaultdict(list)
         self.exports: dict[tuple[int, int], set[int]] = defaultdict(set)
         self.source: dict[tuple[int, int], tuple[int, int]] = {}  # (value, place) -> its maker
-        self.read: set[tuple[int, int, int]] = set()  # (value, place, phase) of steps' operands
         self.unchanged: list[tuple[int, int]] = []
         self.on_device: dict[int, int] = {}
         effects = [n for n, step in enumerate(flat.steps) if step.equation.effects]
@@ -185,7 +182,6 @@ class _Divider:
             self.runs[place, phase].append(number)
             for value in _reads(self.flat, step):
                 self.needs[value][place].add(phase)
-                self.read.add((value, place, phase))
 
     def _meet_input(self, value: int) -> None:
         owner, needs = self.owners[value], self.needs[value]
@@ -215,6 +211,8 @@ class _Divider:
             return False
         if place.device not in (ALL, device):
             return True
+        if place.device != ALL and len(self.needs[value]) == 1:
+            return False  # made of a scalar leaf of this device, and read nowhere else
         return place.local > 1 and place.joined and place.home < place.local
 
     def _ship(self, value: int, device: int) -> None:
@@ -235,13 +233,6 @@ class _Divider:
         again = step.chooses is not None or is_cheap(step.equation)
         if place == HOME and self.flat.avals[value].shape == ():
             again = False  # it is sent packed with the rest
-        if (
-            KEEP
-            and place != HOME
-            and self.flat.avals[value].shape != ()
-            and step.place.device != ALL
-        ):
-            again = again and not any((value, place, phase) in self.read for phase in phases[1:])
         if again or len(phases) == 1:
             return {(place, phase) for phase in phases}
         self.source[value, place] = (place, phases[0])
