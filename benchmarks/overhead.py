@@ -13,6 +13,7 @@ says otherwise; run it on an otherwise idle machine:
 
     python benchmarks/overhead.py
     python benchmarks/overhead.py --only=step --sizes=small --pairs=10 --json=out.json
+    KEEP_FREED_MEMORY=0 python benchmarks/overhead.py      # with malloc's own habits
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from typing import Any
 
 from absl import app, flags
 
+from jaxpipe.host_memory import keep_freed_memory
+
+# For all forms alike, and before jax is imported; KEEP_FREED_MEMORY=0 leaves malloc as it is.
+KEPT = os.environ.get("KEEP_FREED_MEMORY", "1") != "0" and keep_freed_memory()
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -114,8 +119,8 @@ def main(argv: list[str]) -> None:
     console = Console(width=max(Console().width, 120))
     console.print(
         f"jax {jax.__version__}, {os.cpu_count()} cores, {_SCHEDULE.value}, P={DEVICES}, "
-        f"M={MICROBATCHES}, {BLOCKS_PER_STAGE} blocks per stage, MALLOC_MMAP_THRESHOLD_="
-        f"{os.environ.get('MALLOC_MMAP_THRESHOLD_', 'unset')}",
+        f"M={MICROBATCHES}, {BLOCKS_PER_STAGE} blocks per stage, freed host memory "
+        f"{'kept' if KEPT else 'given back'}",
         highlight=False,
     )
     found: dict[str, Any] = {}
