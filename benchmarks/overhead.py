@@ -29,7 +29,8 @@ from absl import app, flags
 from jaxpipe.host_memory import keep_freed_memory
 
 # For all forms alike, and before jax is imported; KEEP_FREED_MEMORY=0 leaves malloc as it is.
-KEPT = os.environ.get("KEEP_FREED_MEMORY", "1") != "0" and keep_freed_memory()
+if os.environ.get("KEEP_FREED_MEMORY", "1") != "0":
+    keep_freed_memory()
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -117,10 +118,11 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     only, sizes = dict.fromkeys(_ONLY.value), dict.fromkeys(_SIZES.value)
     console = Console(width=max(Console().width, 120))
+    kept = os.environ.get("KEEP_FREED_MEMORY", "1") != "0" and keep_freed_memory()
     console.print(
         f"jax {jax.__version__}, {os.cpu_count()} cores, {_SCHEDULE.value}, P={DEVICES}, "
         f"M={MICROBATCHES}, {BLOCKS_PER_STAGE} blocks per stage, freed host memory "
-        f"{'kept' if KEPT else 'given back'}",
+        f"{'kept' if kept else 'given back'}",
         highlight=False,
     )
     found: dict[str, Any] = {}

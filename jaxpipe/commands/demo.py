@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from jaxpipe import schedule_source
 from jaxpipe.commands.flags import SCHEDULE_HELP, CommandError, count, natural
+from jaxpipe.host_memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from jaxpipe.demo.data import Corpus
@@ -99,6 +100,7 @@ def run_demo(args: argparse.Namespace) -> None:
     corpus = _corpus(args.text, args.context)
     source = schedule_source.read_source(args.schedule)
     wanted = args.devices or getattr(source, "devices", None)
+    keep_freed_memory()
     emulate_cpu_devices(wanted or schedule_source.DEVICES)
 
     import jax
