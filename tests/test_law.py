@@ -40,7 +40,10 @@ def assert_trees_close(got, want):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"])
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 8])
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize(
+    "devices",
+    [pytest.param(1, marks=pytest.mark.slow), 2, 4],  # slow: `pytest -m slow`
+)
 def test_loss_and_grads_equal_reference(schedule, devices, microbatches):
     params, batch = make_params(), make_batch()
     f = jp.pipeline(loss, schedule=schedule, microbatches=microbatches, mesh=mesh(devices))

@@ -66,7 +66,14 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("schedule", "devices"), [("1f1b", 4), ("zb_h1", 2), ("zb_v", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "devices"),
+    [
+        ("1f1b", 4),
+        pytest.param("zb_h1", 2, marks=pytest.mark.slow),
+        pytest.param("zb_v", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_training_steps_equal_plain_optax(name, schedule, devices):
     params, optimizer = make_params(), OPTIMIZERS[name]()
     f = pipe(schedule=schedule, devices=devices)

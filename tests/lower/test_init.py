@@ -30,7 +30,7 @@ def decoder(devices: int, schedule: str = "1f1b"):
     return loss, lambda key: model.init(key, tokens)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("devices", [*(pytest.param(d, marks=pytest.mark.slow) for d in (1, 2)), 4])
 def test_init_equals_plain_init_bitwise(devices):
     loss, init = decoder(devices)
     loss.lower(jax.eval_shape(init, jax.random.key(0)), BATCH)

@@ -68,7 +68,7 @@ CHAINS = {
 LAST_BIT = ("multi_steps",)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2, 4])
 @pytest.mark.parametrize("name", CHAINS)
 def test_divided_update_equals_one_jit_bitwise(name, devices):
     optimizer = CHAINS[name]()
