@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpipe import capture
@@ -37,7 +38,7 @@ from jaxpipe.lower.compile import Executables, compile_jobs
 from jaxpipe.lower.jobs import step_jobs
 from jaxpipe.lower.memory import Memory, memory_of
 from jaxpipe.lower.microbatch import Axes
-from jaxpipe.lower.place import Layout, make_layout
+from jaxpipe.lower.place import Layout, check_spec, make_layout
 from jaxpipe.plan.group import group
 from jaxpipe.runtime.execute import Engine
 from jaxpipe.runtime.transport import DevicePutTransport
@@ -111,11 +112,17 @@ def build(
 
     ``gradients``: whether the schedule's backwards run, or its forwards alone.
     """
+    _check_grad_dtype(options)
+    traced, axes = trace_call(fun, options, call, submeshes[0])  # what M does not divide is refused
     schedule = schedule_of(options, len(submeshes))
-    traced, axes = trace_call(fun, options, call, submeshes[0])
     outputs = read_outputs(options, traced.out_tree, traced.out_avals)
     if groups is None or sum(groups) != len(traced.segments):
-        groups = group(traced.segments, schedule.stages, explicit=options.stages)
+        groups = group(
+            traced.segments,
+            schedule.stages,
+            explicit=options.stages,
+            unused_marks=traced.unused_marks,
+        )
     if not gradients:
         schedule = schedule.forward()
     elif options.reduce == "concat":
@@ -148,6 +155,19 @@ def build(
         )
 
     return _fit(attempt, options)
+
+
+def _check_grad_dtype(options: Options) -> None:
+    """Refuse a dtype that JAX's present configuration would narrow."""
+    if options.grad_dtype is None:
+        return
+    wanted = jnp.dtype(options.grad_dtype)
+    has = jax.dtypes.canonicalize_dtype(wanted)
+    if has != wanted:
+        raise PipelineError(
+            f"grad_dtype={wanted.name} would become {has.name}, for jax_enable_x64 is off; call "
+            f'jax.config.update("jax_enable_x64", True) first, or give {has.name}.'
+        )
 
 
 def compile_built(built: Built, workers: Workers) -> Compiled:
@@ -197,15 +217,15 @@ def _lay_out(
     for stage in graph.stages:
         for leaf in stage.params:
             owners[leaf].add(schedule.placement[stage.index])
-    return make_layout(mesh, options.axis, owners, leaf_specs(options, call))
+    return make_layout(mesh, options.axis, owners, leaf_specs(options, call, mesh))
 
 
-def leaf_specs(options: Options, call: Call) -> list[PartitionSpec]:
+def leaf_specs(options: Options, call: Call, mesh: Mesh) -> list[PartitionSpec]:
     """The layout of every parameter leaf within a submesh, from the prefix ``param_specs``."""
-    found: list[PartitionSpec] = []
+    found: list[Any] = []
 
     def broadcast(spec: Any, subtree: Any) -> None:
-        found.extend([spec or PartitionSpec()] * len(jax.tree.leaves(subtree)))
+        found.extend([PartitionSpec() if spec is None else spec] * len(jax.tree.leaves(subtree)))
 
     try:
         jax.tree.map(
@@ -219,6 +239,10 @@ def leaf_specs(options: Options, call: Call) -> list[PartitionSpec]:
             f"param_specs is no prefix of the parameters: {error} Give one PartitionSpec for all, "
             "or a tree like the parameters' whose leaves are PartitionSpecs or None."
         ) from error
+    paths = jax.tree_util.tree_leaves_with_path(call.unflat_params)
+    for (path, leaf), spec in zip(paths, found, strict=True):
+        name = "params" + jax.tree_util.keystr(path)
+        check_spec(name, jnp.shape(leaf), spec, mesh, options.axis)
     return found
 
 

@@ -16,7 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpipe._integers import integer
 from jaxpipe._options import Options
+from jaxpipe.capture._jax_compat import is_tracing
 from jaxpipe.errors import PipelineError
 from jaxpipe.lower.microbatch import Axes, Rule, microbatch_shape, resolve_axes
 
@@ -57,15 +59,38 @@ def read_call(params: Any, args: tuple, kwargs: Mapping[str, Any], rng: Any) -> 
     batch, batch_tree = jax.tree.flatten((args, dict(kwargs)))
     if rng is not None:
         batch.append(_valid_key(rng))
-    for leaf in (*leaves, *batch):
-        if isinstance(leaf, jax.core.Tracer):
-            raise PipelineError(
-                "a pipelined function was called with traced values, inside jax.jit, jax.grad, "
-                "jax.vmap or another transformation. A pipeline is not one XLA program: call it "
-                "outside. For gradients use .value_and_grad, for training .train_step, and to "
-                "compose the function with transformations .reference."
-            )
+    if is_tracing() or any(isinstance(leaf, jax.core.Tracer) for leaf in (*leaves, *batch)):
+        raise PipelineError(
+            "a pipelined function was called with traced values, inside jax.jit, jax.grad, "
+            "jax.vmap or another transformation. A pipeline is not one XLA program: call it "
+            "outside. For gradients use .value_and_grad, for training .train_step, and to "
+            "compose the function with transformations .reference."
+        )
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        raise PipelineError(
+            "jax_disable_jit is on, but a pipeline is made of compiled programs. To run the "
+            "function op by op call .reference instead, or turn jax_disable_jit off."
+        )
+    refuse_deleted("params", params, "")
+    refuse_deleted("batch", args[0] if len(args) == 1 and not kwargs else (args, kwargs), "")
     return Call(leaves, tree, batch, batch_tree, rng is not None)
+
+
+def refuse_deleted(name: str, tree: Any, advice: str) -> None:
+    """Raise `PipelineError` for the first array of ``tree`` whose buffer is gone, with its path."""
+
+    def gone(leaf: Any) -> bool:
+        array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        return array and leaf.is_deleted()
+
+    if not any(map(gone, jax.tree.leaves(tree))):
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if gone(leaf):
+            raise PipelineError(
+                f"{name}{jax.tree_util.keystr(path)} has been deleted: its buffer was donated to "
+                f"an earlier computation, or freed with .delete().{advice}"
+            )
 
 
 def struct(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -119,7 +144,7 @@ def batch_axes(options: Options, call: Call) -> Axes:
         return resolve_axes(axes, args[0], options.microbatches)
     if not args and kwargs and isinstance(axes, Mapping):
         return resolve_axes(axes, kwargs, options.microbatches)
-    if axes is None or isinstance(axes, int):
+    if axes is None or integer(axes) is not None:
         return resolve_axes(axes, (args, kwargs), options.microbatches)
     return resolve_axes((axes, 0), (args, kwargs), options.microbatches)
 
@@ -248,13 +273,14 @@ def _concat_rules(out_axes: Any, main: Any) -> list[Rule]:
         ) from error
     rules: list[Rule] = []
     for (path, leaf), axis in zip(jax.tree_util.tree_leaves_with_path(main), axes, strict=True):
-        if not isinstance(axis, int) or not -leaf.ndim <= axis < leaf.ndim:
+        position = integer(axis)
+        if position is None or not -leaf.ndim <= position < leaf.ndim:
             raise PipelineError(
                 f"output{jax.tree_util.keystr(path)} has shape {leaf.shape} and cannot be joined "
                 f"along axis {axis!r}; give another axis in out_axes, or a loss with "
                 'reduce="mean" or "sum".'
             )
-        rules.append(("concat", axis % leaf.ndim))
+        rules.append(("concat", position % leaf.ndim))
     return rules
 
 

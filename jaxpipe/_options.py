@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import partial
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxpipe._integers import integer
 from jaxpipe.errors import PipelineError
 from jaxpipe.scheduling import Schedule
 
@@ -27,7 +29,8 @@ _RESIDUALS = ("min_cut", "vjp", "recompute")
 class Options:
     """What `jaxpipe.pipeline` takes beside the function; see there.
 
-    Raises `PipelineError` for a value that no option takes, and for what is not there yet.
+    Raises `PipelineError` for a value that no option takes, and for what is not there yet. Integers
+    may be NumPy's, and lists any iterable: they are kept as int and tuple.
     """
 
     schedule: str | Schedule | Callable[..., Schedule]
@@ -51,7 +54,7 @@ class Options:
 
     def __post_init__(self) -> None:
         _check_schedule(self.schedule)
-        _check_count("microbatches", self.microbatches)
+        self._keep("microbatches", _count("microbatches", self.microbatches))
         if self.mesh is not None and not isinstance(self.mesh, Mesh):
             raise PipelineError(f"mesh must be a jax.sharding.Mesh or None, not {self.mesh!r}.")
         if not isinstance(self.axis, str):
@@ -68,22 +71,34 @@ class Options:
         self._check_later()
         self._check_grad_dtype()
         self._check_residuals()
-        limit = self.memory_limit
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float)):
-            raise PipelineError(f"memory_limit is a number of bytes per device, not {limit!r}.")
+        self._check_memory_limit()
+
+    def _keep(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def _check_stages(self) -> None:
         if self.stages is None:
             return
-        if isinstance(self.stages, int | str) or not all(
-            isinstance(count, int) and not isinstance(count, bool) and count > 0
-            for count in self.stages
-        ):
+        counts = _items(self.stages)
+        numbers = [integer(count) for count in counts or ()]
+        if not numbers or any(number is None or number < 1 for number in numbers):
+            shown = self.stages if counts is None else counts
             raise PipelineError(
-                f"stages={self.stages!r}: give the number of segments of each stage, a list of "
+                f"stages={shown!r}: give the number of segments of each stage, a list of "
                 "positive integers such as [3, 2, 2, 1], or None to let the schedule say how many "
                 "stages it wants."
             )
+        self._keep("stages", tuple(numbers))
+
+    def _check_memory_limit(self) -> None:
+        limit = self.memory_limit
+        if limit is None:
+            return
+        if isinstance(limit, bool) or not hasattr(limit, "__float__") or not float(limit) > 0:
+            raise PipelineError(
+                f"memory_limit is a positive number of bytes per device, not {limit!r}."
+            )
+        self._keep("memory_limit", float(limit) if math.isfinite(limit) else None)
 
     def _check_later(self) -> None:
         if self.has_state:
@@ -104,23 +119,30 @@ class Options:
         if self.grad_dtype is None:
             return
         try:
-            fine = jnp.issubdtype(jnp.dtype(self.grad_dtype), jnp.inexact)
+            dtype = jnp.dtype(self.grad_dtype)
         except TypeError:
-            fine = False
-        if not fine:
+            dtype = None
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             raise PipelineError(
                 f"grad_dtype={self.grad_dtype!r} is no floating dtype; give one such as "
                 "jnp.float32, or None to accumulate in each parameter's own."
             )
 
     def _check_residuals(self) -> None:
-        modes = [self.residuals] if isinstance(self.residuals, str) else list(self.residuals)
-        for mode in modes:
+        given = [self.residuals] if isinstance(self.residuals, str) else _items(self.residuals)
+        if given is None:
+            raise PipelineError(
+                f"residuals={self.residuals!r}: give one of {_list(_RESIDUALS)}, or a list with "
+                "one for each stage."
+            )
+        for mode in given:
             if mode not in _RESIDUALS:
                 raise PipelineError(
                     f"residuals={self.residuals!r}: {mode!r} is none of {_list(_RESIDUALS)}; give "
                     "one of them, or a list with one for each stage."
                 )
+        if not isinstance(self.residuals, str):
+            self._keep("residuals", tuple(given))
 
 
 def check_names(given: dict[str, Any]) -> None:
@@ -141,9 +163,21 @@ def _check_schedule(schedule: Any) -> None:
         )
 
 
-def _check_count(name: str, number: Any) -> None:
-    if isinstance(number, bool) or not hasattr(number, "__index__") or number.__index__() < 1:
+def _count(name: str, number: Any) -> int:
+    count = integer(number)
+    if count is None or count < 1:
         raise PipelineError(f"{name} must be a positive integer, not {number!r}.")
+    return count
+
+
+def _items(given: Any) -> list[Any] | None:
+    """What is in a list, tuple, array or other iterable, None if it is none."""
+    if isinstance(given, str | bytes | dict) or not isinstance(given, Iterable):
+        return None
+    try:
+        return list(given)
+    except TypeError:  # an array of no dimensions
+        return None
 
 
 def _list(choices: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ here arguments are brought to their devices and results back.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,13 +37,29 @@ if TYPE_CHECKING:
     from jaxpipe._train import TrainStep
 
 
+def _refuse_method(fun: Callable) -> None:
+    """A decorated method would be called without its object."""
+    try:
+        first = next(iter(inspect.signature(fun).parameters), None)
+    except (TypeError, ValueError):
+        return
+    if first == "self":
+        name = getattr(fun, "__name__", "loss")
+        raise PipelineError(
+            f"{getattr(fun, '__qualname__', name)} takes self, but a pipelined function takes "
+            "(params, batch). Make a pipeline of the bound method instead, once for each object: "
+            f"self.{name} = jaxpipe.pipeline(self.{name}, ...) in __init__."
+        )
+
+
 class Pipelined:
     """What `jaxpipe.pipeline` makes of a loss function."""
 
     def __init__(self, fun: Callable, options: Options) -> None:
         if not callable(fun):
             raise PipelineError(f"jaxpipe.pipeline takes a function, not {fun!r}.")
-        functools.update_wrapper(self, fun)
+        _refuse_method(fun)
+        functools.update_wrapper(self, fun, updated=())  # a function's attributes are its own
         self.fun = fun
         self.options = options
         if options.mesh is not None:  # a wrong mesh is told at once
@@ -138,6 +155,8 @@ class Pipelined:
         """
         from jaxpipe.lower.init import init_placed
 
+        if not callable(init_fn):
+            raise PipelineError(f"init takes a function that makes parameters, not {init_fn!r}.")
         shapes = jax.eval_shape(init_fn, *args)
         return init_placed(init_fn, args, self.layout(shapes))
 

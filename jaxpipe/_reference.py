@@ -24,6 +24,7 @@ from jaxpipe._calls import (
     read_outputs,
 )
 from jaxpipe._options import Options
+from jaxpipe.capture.dtypes import accumulator_dtype
 from jaxpipe.errors import PipelineError
 from jaxpipe.lower.microbatch import Axes, fold, join
 
@@ -94,7 +95,7 @@ class Reference:
         trained = [i for i, leaf in enumerate(leaves) if is_trained(leaf)]
         start = [jnp.asarray(leaves[i]) for i in trained]
         dtype = self._options.grad_dtype
-        zeros = [jnp.zeros(a.shape, dtype or a.dtype) for a in start]
+        zeros = [jnp.zeros(a.shape, accumulator_dtype(a.dtype, dtype)) for a in start]
         (seed,) = outputs.seeds.values()
 
         def step(sums: list[Any], piece: Any) -> tuple[list[Any], list[Any]]:

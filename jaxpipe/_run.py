@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxpipe._build import Built, Compiled
 from jaxpipe._calls import Call
 from jaxpipe._reference import float0_zeros, is_trained
+from jaxpipe.capture.dtypes import accumulator_dtype
 from jaxpipe.lower.place import Layout, is_placed, place_leaf
 
 Results = dict[int, jax.Array]
@@ -84,7 +85,8 @@ def _summed(
     home = layout.owners[leaf][0]
     sharding = layout.local[home][leaf]
     if not parts:
-        return jnp.zeros(param.shape, grad_dtype or param.dtype, device=sharding)
+        dtype = accumulator_dtype(param.dtype, grad_dtype)
+        return jnp.zeros(param.shape, dtype, device=sharding)
     total: Any = None
     for _, device, part in parts:
         here = part if device == home else jax.device_put(part, sharding)

@@ -9,6 +9,7 @@ one array replicated over the mesh.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpipe._calls import read_call, struct
+from jaxpipe._calls import read_call, refuse_deleted, struct
 from jaxpipe._options import config_key
 from jaxpipe._reference import is_trained
 from jaxpipe._run import bring, gradients
@@ -34,6 +35,7 @@ from jaxpipe.lower.update import (
     split_float,
     trace_update,
 )
+from jaxpipe.runtime.checks import under_callers_checks
 
 if TYPE_CHECKING:
     from jaxpipe._pipelined import Pipelined
@@ -73,11 +75,8 @@ class TrainStep:
     def __init__(self, pipelined: Pipelined, update: Any) -> None:
         self.pipelined = pipelined
         self.optimizer = update if _is_optax(update) else None
-        if self.optimizer is None and not callable(update):
-            raise PipelineError(
-                f"train_step takes an optax optimizer or a function update(state, grads, aux) -> "
-                f"(state, metrics), not {update!r}."
-            )
+        if self.optimizer is None:
+            _check_update_function(update)
         self.update: Callable = _optax_update(update) if self.optimizer is not None else update
         self._updates: dict[Any, _Update] = {}
         self._lock = threading.RLock()
@@ -129,6 +128,12 @@ class TrainStep:
                 f"a training step takes a TrainState, not {type(state).__name__}; make one with "
                 "step.init(params)."
             )
+        refuse_deleted(
+            "state",
+            state,
+            " A training step takes over the buffers of the state it is given: go on with the "
+            "state that it returned, or give donate=False to jaxpipe.pipeline.",
+        )
         pipelined = self.pipelined
         call = read_call(state.params, args, kwargs, rng)
         compiled = pipelined.compiled(call, gradients=True)
@@ -143,7 +148,8 @@ class TrainStep:
         hidden = jax.tree.map(_strong, replace(state, params=None))
         trained, rest = split_float(jax.tree.unflatten(call.params_tree, placed))
         grads_tree = jax.tree.unflatten(call.params_tree, grads)
-        given = (replace(hidden, params=trained), grads_tree, aux)
+        extra = aux if self.optimizer is None else loss
+        given = (replace(hidden, params=trained), grads_tree, extra)
         positions = tuple(i for i, leaf in enumerate(placed) if is_trained(leaf))
         new, metrics = self._run(self._update_for(layout, given, positions), given)
         new = replace(new, params=merge(new.params, rest))
@@ -279,6 +285,26 @@ def _strong(leaf: Any) -> jax.Array:
     return jnp.asarray(leaf, jnp.result_type(leaf))
 
 
+def _check_update_function(update: Any) -> None:
+    wanted = "an optax optimizer or a function update(state, grads, aux) -> (state, metrics)"
+    if not callable(update):
+        raise PipelineError(f"train_step takes {wanted}, not {update!r}.")
+    name = getattr(update, "__name__", repr(update))
+    if str(getattr(update, "__module__", "")).split(".")[0] == "optax":
+        raise PipelineError(
+            f"train_step takes {wanted}, but {name} makes an optimizer; call it first, for "
+            f"example optax.{name}(1e-3)."
+        )
+    try:
+        inspect.signature(update).bind(None, None, None)
+    except TypeError as error:
+        raise PipelineError(
+            f"train_step takes {wanted}, but {name} cannot be called with three arguments: {error}."
+        ) from None
+    except ValueError:  # a builtin without a signature
+        return
+
+
 def _is_optax(update: Any) -> bool:
     return callable(getattr(update, "init", None)) and callable(getattr(update, "update", None))
 
@@ -286,8 +312,30 @@ def _is_optax(update: Any) -> bool:
 def _optax_update(optimizer: Any) -> Callable:
     import optax
 
-    def update(state: TrainState, grads: Any, aux: Any) -> tuple[TrainState, dict[str, Any]]:
-        changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    takes_more = optax.with_extra_args_support(optimizer)  # such as the loss, as ``value``
+
+    def update(state: TrainState, grads: Any, loss: Any) -> tuple[TrainState, dict[str, Any]]:
+        try:
+            made = takes_more.update(grads, state.opt_state, state.params, value=loss)
+        except TypeError as error:
+            if "required keyword-only argument" not in str(error):
+                raise
+            raise PipelineError(
+                f"the optimizer asks for more than a training step can give it ({error}); beside "
+                "gradients, state and parameters it gets the loss, as value. Write an update "
+                "function (state, grads, aux) -> (state, metrics) that calls the optimizer."
+            ) from error
+        if not (isinstance(made, tuple) and len(made) == 2):
+            raise PipelineError(
+                f"the optimizer's update must return (updates, state), not {made!r}."
+            )
+        changes, opt_state = made
+        structures: list[Any] = [jax.tree.structure(changes), jax.tree.structure(state.params)]
+        if structures[0] != structures[1]:
+            raise PipelineError(
+                "the optimizer's updates have another structure than the parameters: "
+                f"{structures[0]} instead of {structures[1]}."
+            )
         params = optax.apply_updates(state.params, changes)
         new = replace(state, step=state.step + 1, params=params, opt_state=opt_state)
         return new, {"grad_norm": _norm(grads)}
@@ -323,5 +371,5 @@ class _DeviceThreads(Executor):
             except BaseException as error:  # handed to whoever waits for the result
                 future.set_exception(error)
 
-        self._pipelined.workers.submit_to(call.device, job)
+        self._pipelined.workers.submit_to(call.device, under_callers_checks(job))
         return future

@@ -44,5 +44,5 @@ def check_same_tree(what: str, given: Any, known: Any) -> None:
 
 
 def _some(paths: list[str]) -> str:
-    shown = ", ".join(paths[:8])
+    shown = ", ".join(path or "a single leaf" for path in paths[:8])
     return shown if len(paths) <= 8 else f"{shown} and {len(paths) - 8} more"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import jax.extend.core as jex
 import numpy as np
+from jax._src import core as core_lib
 from jax._src import effects as effects_lib
 from jax._src import source_info_util
 
@@ -75,6 +76,11 @@ def source_position(equation: Equation) -> tuple[str, int] | None:
 
 def is_ordered(effect: Any) -> bool:
     return effects_lib.ordered_effects.contains(effect)
+
+
+def is_tracing() -> bool:
+    """Whether this thread is inside a transformation, so that operations are staged, not run."""
+    return not core_lib.trace_state_clean()
 
 
 def new_var(aval: Any) -> Var:

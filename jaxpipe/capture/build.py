@@ -90,7 +90,7 @@ def _plan_stage(
 ) -> _Planned:
     flat = traced.flat
     outs = (*stage.sends, *(a for _, a in stage.outputs))
-    prologue = split_prologue(stage.eqns, outs, traced.depends)
+    prologue = split_prologue(stage.eqns, outs, traced.depends, stage.edges)
     num_params = len(traced.param_avals)
     source = StageSource(
         params=tuple(flat.invars[i] for i in stage.params),

@@ -17,6 +17,7 @@ from jax.extend.core import primitives as prims
 from jaxpipe.capture import _jax_compat as compat
 from jaxpipe.capture._jax_compat import Atom, Equation, Var
 from jaxpipe.capture.differentiate import Body, Joint, differentiate
+from jaxpipe.capture.dtypes import accumulator_dtype
 from jaxpipe.capture.equal import fingerprint
 from jaxpipe.capture.flat import close, is_var
 from jaxpipe.capture.flops import flops
@@ -222,7 +223,8 @@ def _accumulate(source: StageSource, joint: Joint, wishes: Wishes) -> _Gradients
         position.setdefault(base, residents.index(base) if base in residents else i)
         terms.setdefault(base, []).append(grad)
     avals = tuple(
-        jax.core.ShapedArray(b.aval.shape, wishes.grad_dtype or b.aval.dtype) for b in terms
+        jax.core.ShapedArray(b.aval.shape, accumulator_dtype(b.aval.dtype, wishes.grad_dtype))
+        for b in terms
     )
     return _Gradients(
         tuple(position[b] for b in terms), tuple(terms), avals, tuple(map(tuple, terms.values()))

@@ -21,6 +21,7 @@ from jax.extend.core import primitives as prims
 from jaxpipe.capture import _jax_compat as compat
 from jaxpipe.capture import recompute
 from jaxpipe.capture._jax_compat import Equation, Var
+from jaxpipe.capture.dtypes import accumulator_dtype
 from jaxpipe.capture.flat import close, flatten, free_variables, is_var, nbytes, prune
 from jaxpipe.capture.trace import DATA, PARAMS
 
@@ -35,22 +36,32 @@ class Split:
 
 
 def split_prologue(
-    eqns: Sequence[Equation], outvars: Sequence[Any], depends: dict[Var, int]
+    eqns: Sequence[Equation],
+    outvars: Sequence[Any],
+    depends: dict[Var, int],
+    edges: Sequence[Var] = (),
 ) -> Split:
     """Split a stage's equations into those of parameters only and the rest.
+
+    What follows from ``edges`` stays with the rest, for edges arrive with each microbatch, even
+    those that an earlier stage made of parameters alone.
 
     Layout changes (broadcast, reshape, transpose) and equations that make more bytes than they
     read stay with the rest when only the rest uses them: they cost nothing there, and their
     results would be larger than the parameter.
     """
     kept: set[Var] = set()  # read by an equation that is in the prologue
+    late = set(edges)
+    for eqn in eqns:
+        if any(is_var(a) and a in late for a in eqn.invars):
+            late.update(eqn.outvars)
     once_reversed = []
     for eqn in reversed(eqns):
         bits = 0
         for a in eqn.invars:
             if is_var(a):
                 bits |= depends[a]
-        if not bits & PARAMS or bits & DATA or eqn.effects:
+        if not bits & PARAMS or bits & DATA or eqn.effects or late.intersection(eqn.outvars):
             continue
         grows = sum(nbytes(v.aval) for v in eqn.outvars) > sum(
             nbytes(a.aval) for a in eqn.invars if is_var(a)
@@ -120,7 +131,7 @@ def epilogue_jaxpr(
             if b in position:
                 grads[b] = given[b] + grads[b].astype(given[b].dtype) if b in grads else given[b]
         order = sorted(grads, key=lambda v: position[v])
-        return [grads[v].astype(grad_dtype or v.aval.dtype) for v in order]
+        return [grads[v].astype(accumulator_dtype(v.aval.dtype, grad_dtype)) for v in order]
 
     direct = {position[b] for b in bases if b in position}
     positions = sorted({position[v] for v in wanted} | direct)

@@ -51,7 +51,8 @@ class Traced:
 
     ``segment_of[i]`` is the segment of ``flat.eqns[i]``, or None where the equation floats.
     ``depends[var]`` are the bits `PARAMS`, `DATA`, `TRAINED`. The first ``len(param_avals)``
-    inputs are parameters, the rest batch leaves (and the key). Boundaries are gone.
+    inputs are parameters, the rest batch leaves (and the key). Boundaries are gone;
+    ``unused_marks`` are the source lines of those whose results nothing reads.
     """
 
     flat: Flat
@@ -63,6 +64,7 @@ class Traced:
     batch_avals: tuple[Any, ...]
     out_tree: Any
     out_avals: tuple[Any, ...]
+    unused_marks: tuple[str, ...] = ()
 
 
 def trace(fun: Callable, args: Sequence[Any], *, param_argnum: int = 0) -> Traced:
@@ -83,7 +85,9 @@ def trace(fun: Callable, args: Sequence[Any], *, param_argnum: int = 0) -> Trace
     def flat_fun(params, *rest):
         rest = list(rest)
         rest.insert(param_argnum, params)
-        return fun(*rest)
+        result = fun(*rest)
+        _refuse_non_arrays(result)
+        return result
 
     # A new function object each time: make_jaxpr caches by identity and would miss a new closure.
     closed, out_shape = jax.make_jaxpr(flat_fun, return_shape=True)(params, *args)
@@ -104,7 +108,20 @@ def trace(fun: Callable, args: Sequence[Any], *, param_argnum: int = 0) -> Trace
         batch_avals=tuple(avals[num_params:]),
         out_tree=jax.tree.structure(out_shape),
         out_avals=tuple(a.aval for a in flat.outvars),
+        unused_marks=_unused_marks(flat.eqns, eqns),
     )
+
+
+def _refuse_non_arrays(result: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(result):
+        try:
+            jax.typeof(leaf)
+        except TypeError as error:
+            where = f" at {jax.tree_util.keystr(path)}" if path else ""
+            raise PipelineError(
+                f"the function returns a {type(leaf).__name__}{where}, {leaf!r}, which is no "
+                "array. Return arrays and numbers alone."
+            ) from error
 
 
 _NO_BOUNDARY_IN = {
@@ -116,7 +133,7 @@ _NO_BOUNDARY_IN = {
     "custom_vjp_call": "a jax.custom_vjp function",
     "custom_vjp_call_jaxpr": "a jax.custom_vjp function",
     "shard_map": "shard_map",
-    "scan": "lax.scan",
+    "scan": "lax.scan (or lax.fori_loop)",
 }
 
 
@@ -209,6 +226,15 @@ def _segments_of(flat: Flat, eqns: Sequence[Equation], num_params: int) -> _Loca
         tuple(segment_of),
         depends,
         tuple(marks),
+    )
+
+
+def _unused_marks(eqns: Sequence[Equation], kept: Sequence[Equation]) -> tuple[str, ...]:
+    read = {id(eqn) for eqn in kept}
+    return tuple(
+        compat.source_line(eqn)
+        for eqn in eqns
+        if eqn.primitive is stage_boundary_p and id(eqn) not in read
     )
 
 

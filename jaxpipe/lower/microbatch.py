@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe._integers import integer
 from jaxpipe.errors import PipelineError
 
 Axes = tuple[int | None, ...]
@@ -43,7 +44,7 @@ def resolve_axes(microbatch_axes: Any, batch: Any, microbatches: int) -> Axes:
         raise PipelineError(
             f"microbatch_axes={microbatch_axes!r} is no prefix of the batch, whose structure is "
             f"{jax.tree.structure(batch)}. Give one axis for all leaves, or a tree like the "
-            f"batch's with axes (None: the whole leaf for every microbatch). {error}"
+            "batch's with axes (None: the whole leaf for every microbatch)."
         ) from error
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     axes: list[int | None] = []
@@ -69,12 +70,20 @@ def resolve_axes(microbatch_axes: Any, batch: Any, microbatches: int) -> Axes:
 def _checked_axis(name: str, shape: tuple[int, ...], axis: Any, microbatches: int) -> int | None:
     if axis is None:
         return None
-    if isinstance(axis, bool) or not isinstance(axis, int):
-        raise PipelineError(f"microbatch_axes gives {name} the axis {axis!r}; use an int or None.")
+    given = axis
+    axis = integer(given)
+    if axis is None:
+        raise PipelineError(f"microbatch_axes gives {name} the axis {given!r}; use an int or None.")
     if not -len(shape) <= axis < len(shape):
+        hint = (
+            ""
+            if shape
+            else " It is a single number: a flag that the function needs as a Python value is "
+            "closed over (functools.partial), and a list of numbers is passed as one array."
+        )
         raise PipelineError(
             f"{name} has shape {shape} and no axis {axis} to cut into microbatches. Give its axis "
-            "in microbatch_axes, or None if every microbatch needs the whole leaf."
+            f"in microbatch_axes, or None if every microbatch needs the whole leaf.{hint}"
         )
     axis %= len(shape)
     if shape[axis] % microbatches:

@@ -15,6 +15,7 @@ This file knows leaves by their flat position and nothing of stages' programs or
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,6 +116,41 @@ def make_layout(
         replicated=tuple(NamedSharding(m, PartitionSpec()) for m in submeshes),
         everywhere=NamedSharding(mesh, PartitionSpec()),
     )
+
+
+def check_spec(name: str, shape: tuple[int, ...], spec: Any, mesh: Mesh, axis: str) -> None:
+    """Raise `PipelineError` unless ``spec`` can lay out an array within a submesh of ``mesh``."""
+    others = {a: n for a, n in mesh.shape.items() if a != axis}
+    told = f"param_specs gives {name}, of shape {shape}, {spec!r}"
+    if not isinstance(spec, PartitionSpec):
+        raise PipelineError(f"{told}, which is no jax.sharding.PartitionSpec; give one, or None.")
+    if len(spec) > len(shape):
+        raise PipelineError(f"{told}, which has {len(spec)} entries for {len(shape)} dimensions.")
+    used: set[str] = set()
+    for position, entry in enumerate(spec):
+        names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        for one in names:
+            if one is PartitionSpec.UNCONSTRAINED:
+                raise PipelineError(f"{told}, but parameters need a definite layout.")
+            if one == axis:
+                raise PipelineError(
+                    f"{told}, but {axis!r} is the pipeline's axis: a parameter lives on the "
+                    f"devices of its stage. Axes to lay it out over are {list(others)}."
+                )
+            if one not in others:
+                raise PipelineError(
+                    f"{told}, but {one!r} is no axis of the mesh; axes to lay it out over are "
+                    f"{list(others)}."
+                )
+            if one in used:
+                raise PipelineError(f"{told}, which uses {one!r} twice.")
+            used.add(one)
+        parts = math.prod(others[one] for one in names)
+        if shape[position] % parts:
+            raise PipelineError(
+                f"{told}, but its dimension {position} of size {shape[position]} cannot be "
+                f"divided over {parts} devices."
+            )
 
 
 def is_placed(layout: Layout, leaf: int, array: Any) -> bool:

@@ -14,7 +14,11 @@ from jaxpipe.errors import PipelineError
 
 
 def group(
-    segments: Sequence[Segment], stages: int, *, explicit: Sequence[int] | None = None
+    segments: Sequence[Segment],
+    stages: int,
+    *,
+    explicit: Sequence[int] | None = None,
+    unused_marks: Sequence[str] = (),
 ) -> tuple[int, ...]:
     """How many consecutive segments each stage takes.
 
@@ -22,6 +26,7 @@ def group(
       segments: of the traced model, in program order.
       stages: how many the schedule wants.
       explicit: the user's own counts, taken as they are.
+      unused_marks: source lines of boundaries whose results nothing reads, for the message.
 
     Returns:
       ``stages`` positive counts that sum to ``len(segments)``; their largest cost is minimal, and
@@ -43,8 +48,20 @@ def group(
             f"{'s' if n != 1 else ''} ({n - 1} stage_boundary marks):\n{describe(segments)}\n"
             f"Mark at least {stages - 1} places with jaxpipe.stage_boundary (for example every "
             "block), or choose fewer devices or a schedule with fewer stages."
+            + _of_unused(unused_marks)
         )
     return balance([s.flops for s in segments], stages)
+
+
+def _of_unused(marks: Sequence[str]) -> str:
+    if not marks:
+        return ""
+    count = len(marks)
+    lines = ", ".join(dict.fromkeys(marks))
+    return (
+        f" What {count} more mark{'s' if count > 1 else ''} returned goes into no result ({lines})"
+        ": write x = jaxpipe.stage_boundary(x) and use x from there on."
+    )
 
 
 def balance(costs: Sequence[float], parts: int) -> tuple[int, ...]:

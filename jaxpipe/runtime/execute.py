@@ -12,6 +12,7 @@ the caller, as itself. This file knows no optimizers and no trees.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from jaxpipe.lower.compile import Callee, Executables
 from jaxpipe.lower.jobs import is_cut
 from jaxpipe.lower.microbatch import Axes
 from jaxpipe.lower.place import Layout, on_device
+from jaxpipe.runtime.checks import under_callers_checks
 from jaxpipe.runtime.tape import Op, Origin, make_tape
 from jaxpipe.runtime.transport import Cancelled, Transport
 from jaxpipe.runtime.workers import Workers
@@ -158,7 +160,7 @@ class Engine:
             _walker(device, ops, origins, self._broken, self.transport, done)
             for device, (ops, origins) in enumerate(phase)
         ]
-        self.workers.submit(jobs)
+        self.workers.submit([under_callers_checks(job) for job in jobs])
         left = len(jobs)
         failures: list[_Failure] = []
         try:
@@ -186,11 +188,21 @@ class Engine:
     def _describe(self, failure: _Failure) -> str:
         origin = failure.origin
         what = origin if isinstance(origin, str) else describe(origin, self.graph)
-        text = str(failure.error).strip() or "no message"
         return (
-            f"Device {failure.device} failed at {what}: "
-            f"{type(failure.error).__name__}: {text}. The step was cancelled on all devices."
+            f"Device {failure.device} failed at {what}: {_message(failure.error)}. "
+            "The step was cancelled on all devices."
         )
+
+
+def _message(error: BaseException) -> str:
+    """An error in words; of a callback's traceback that XLA put into it, the error alone."""
+    kind = type(error).__name__
+    if kind == "InternalFloatingPointError":  # of jax.debug_nans and jax.debug_infs
+        return f"there is a {error.args[-1]} in its results"
+    text = str(error).strip() or "no message"
+    before, _, traceback = text.partition("Traceback (most recent call last):\n")
+    raised = re.split(r"^  File .*\n(?:    .*\n)*", traceback, flags=re.MULTILINE)[-1].strip()
+    return f"{kind}: {before + raised if raised else text}"
 
 
 _CompiledPhase = tuple[tuple[tuple[Op, ...], tuple[Origin, ...]], ...]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from jaxpipe.errors import ScheduleError
 from jaxpipe.scheduling.actions import Action
 from jaxpipe.scheduling.dataflow import needs_of, positions, unit_steps
-from jaxpipe.scheduling.graph import Graph
+from jaxpipe.scheduling.graph import Graph, graph_or_chain
 from jaxpipe.scheduling.schedule import Schedule
 from jaxpipe.scheduling.text import excerpt
 from jaxpipe.scheduling.waits import shortest_cycle
@@ -48,7 +48,7 @@ def check(
       device 0 | 0B0 0F0
                  ^^^
     """
-    graph = graph or Graph.chain(schedule.stages)
+    graph = graph_or_chain(graph, schedule.stages)
     if graph.stages != schedule.stages:
         raise ScheduleError(
             f"{_name(schedule)} has {schedule.stages} stages, but the model was cut into "

@@ -207,3 +207,12 @@ def _lookup(name: str, value: Any, pair: tuple[int, int]) -> float:
         f"Costs({name}=...) has no entry for {what} {pair[0]} -> {pair[1]}, over which this "
         f"schedule sends. Add {pair}, or give one number for all."
     )
+
+
+def costs_or_default(costs: object) -> Costs:
+    """``costs``, or `Costs()` for None. Raises `ScheduleError` for anything else."""
+    if costs is None:
+        return Costs()
+    if not isinstance(costs, Costs):
+        raise ScheduleError(f"costs are jaxpipe.Costs(F=..., I=..., W=..., ...), not {costs!r}.")
+    return costs

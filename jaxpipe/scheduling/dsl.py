@@ -68,6 +68,10 @@ def _make(
         raise ScheduleError(f"@schedule decorates a generator function, got {fun!r}.")
     try:
         inspect.signature(fun).bind_partial(0, 1, 1)
+    except ValueError:
+        raise ScheduleError(
+            f"@schedule decorates a generator function, got {fun!r}, whose signature is not known."
+        ) from None
     except TypeError:
         raise ScheduleError(
             f"@schedule: {getattr(fun, '__name__', fun)} must take (device, devices, "

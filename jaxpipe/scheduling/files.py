@@ -30,7 +30,7 @@ _COMMUNICATION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB
 
 def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     """Write ``schedule`` in the form that the ending of ``path`` names."""
-    path = Path(path)
+    path = _path(path)
     if path.suffix == ".json":
         path.write_text(to_json(schedule) + "\n", encoding="utf-8")
         return
@@ -54,7 +54,7 @@ def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
 
 def load(path: str | os.PathLike[str]) -> Schedule:
     """Read the schedule in ``path``; a form without a name takes the file's."""
-    path = Path(path)
+    path = _path(path)
     readers = {".json": from_json, ".txt": _from_named_text, ".csv": from_csv}
     if path.suffix not in readers:
         raise _unknown_ending(path)
@@ -65,6 +65,15 @@ def load(path: str | os.PathLike[str]) -> Schedule:
     except OSError as error:
         raise ScheduleError(f"{path}: cannot be read: {error.strerror}.") from error
     return readers[path.suffix](text, name=path.stem, source=f"{path}: ")
+
+
+def _path(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(path)
+    except TypeError:
+        raise ScheduleError(
+            f"the path of a schedule's file is a str or a Path, not {path!r}."
+        ) from None
 
 
 def _from_named_text(text: str, *, name: str = "", source: str = "") -> Schedule:

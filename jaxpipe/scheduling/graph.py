@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jaxpipe.errors import ScheduleError
+
 Pass = tuple[int, str]
 
 
@@ -82,3 +84,14 @@ class Graph:
             if kind == "F" and stage != v.producer[0]
         }
         return tuple(sorted(pairs))
+
+
+def graph_or_chain(graph: object, stages: int) -> Graph:
+    """``graph``, or a chain for None. Raises `ScheduleError` for anything else."""
+    if graph is None:
+        return Graph.chain(stages)
+    if not isinstance(graph, Graph):
+        raise ScheduleError(
+            f"graph is a jaxpipe.scheduling.Graph, such as Graph.chain({stages}), not {graph!r}."
+        )
+    return graph

@@ -13,7 +13,7 @@ from typing import Any
 from jaxpipe.errors import ScheduleError
 from jaxpipe.scheduling import placements
 from jaxpipe.scheduling.actions import KINDS
-from jaxpipe.scheduling.costs import Costs
+from jaxpipe.scheduling.costs import Costs, costs_or_default
 from jaxpipe.scheduling.graph import Graph
 from jaxpipe.scheduling.kinds import Kind
 from jaxpipe.scheduling.list_scheduling import TIES, Orders, Task, try_ties
@@ -155,7 +155,7 @@ def _fastest(made: list[Schedule], costs: Costs | None, graph: Graph | None) -> 
 
 def _once(costs: Costs | None) -> tuple[Costs, ...]:
     """The costs to order for: the default ones, and before them those given."""
-    return (Costs(),) if costs is None or costs == Costs() else (costs, Costs())
+    return tuple(dict.fromkeys((costs_or_default(costs), Costs())))
 
 
 def _kinds(prefer: Sequence[Kind | str]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxpipe.scheduling.actions import Action
-from jaxpipe.scheduling.graph import Graph
+from jaxpipe.scheduling.graph import Graph, graph_or_chain
 from jaxpipe.scheduling.schedule import Schedule
 
 
@@ -146,6 +146,6 @@ def plan(schedule: Schedule, graph: Graph | None = None, *, accumulate: str = "i
     from jaxpipe.scheduling.check import check
     from jaxpipe.scheduling.planning import make_plan
 
-    graph = graph or Graph.chain(schedule.stages)
+    graph = graph_or_chain(graph, schedule.stages)
     check(schedule, graph)
     return make_plan(schedule, graph, accumulate)

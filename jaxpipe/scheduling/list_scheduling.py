@@ -19,7 +19,7 @@ from typing import NamedTuple, NoReturn
 from jaxpipe.errors import ScheduleError
 from jaxpipe.scheduling.actions import Action
 from jaxpipe.scheduling.costs import Costs
-from jaxpipe.scheduling.graph import Graph, Pass
+from jaxpipe.scheduling.graph import Graph, Pass, graph_or_chain
 from jaxpipe.scheduling.passes import PassTable, pass_table
 from jaxpipe.scheduling.schedule import chunks_of
 
@@ -57,7 +57,7 @@ class Task:
     @cached_property
     def known_graph(self) -> Graph:
         """The graph, a chain if none was given."""
-        return Graph.chain(len(self.placement)) if self.graph is None else self.graph
+        return graph_or_chain(self.graph, len(self.placement))
 
     def ticks(self, costs: Costs) -> tuple[dict[Pass, int], list[tuple[int, int]]]:
         """Times of passes and of crossings (busy, latency) in ticks."""

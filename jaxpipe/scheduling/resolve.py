@@ -70,6 +70,16 @@ def named(text: str) -> tuple[Callable[..., Schedule], dict[str, Any]]:
     (<schedule function interleaved>, {'chunks': 4})
     """
     found = _CALL.fullmatch(text)
+    if re.search(r"\.(py|json|txt|csv)\s*$|[/\\]", text):
+        raise ScheduleError(
+            f"{text!r} looks like a file; give jaxpipe.Schedule.load(path) for .json, .txt and "
+            ".csv, and import the schedule function of a .py file."
+        )
+    if "\n" in text.strip() or re.fullmatch(r"\s*\d+[FBIW]\d+\s.*", text):
+        raise ScheduleError(
+            "the text of a schedule was given for the name of one; give "
+            "jaxpipe.Schedule.parse(text)."
+        )
     if found is None:
         raise ScheduleError(
             f"{text!r} is not the name of a schedule; write a name, or a name with options such "

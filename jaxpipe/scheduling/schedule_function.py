@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from jaxpipe._integers import integer
 from jaxpipe.errors import ScheduleError
 from jaxpipe.scheduling import placements
 from jaxpipe.scheduling.actions import Action
@@ -60,8 +61,8 @@ class ScheduleFunction:
     def __call__(self, devices: int, microbatches: int, **options: Any) -> Schedule:
         """The schedule for these sizes, checked. Raises `ScheduleError`."""
         name = self.__name__ + _written(options)
-        _size(name, "devices", devices)
-        _size(name, "microbatches", microbatches)
+        devices = _size(name, "devices", devices)
+        microbatches = _size(name, "microbatches", microbatches)
         for_build, placement = self._resolve(name, devices, options)
         chunks = chunks_of(placement, devices)
         most = 3 * len(placement) * microbatches  # F, I and W of everything: more is a mistake
@@ -78,7 +79,7 @@ class ScheduleFunction:
     def stages(self, devices: int, **options: Any) -> int:
         """The number of stages that this schedule wants on ``devices`` devices."""
         name = self.__name__ + _written(options)
-        _size(name, "devices", devices)
+        devices = _size(name, "devices", devices)
         return len(self._resolve(name, devices, options)[1])
 
     def _resolve(
@@ -119,7 +120,13 @@ class ScheduleFunction:
         if callable(wanted):
             accepted, takes_any = parameters_of(wanted, skip=1)
             given = {k: v for k, v in options.items() if takes_any or k in accepted}
-            wanted = wanted(devices, **given)
+            try:
+                wanted = wanted(devices, **given)
+            except Exception as error:
+                raise ScheduleError(
+                    f"Schedule {name}: its number of stages raised {type(error).__name__}: "
+                    f"{error} (devices={devices})."
+                ) from error
         if wanted != len(placement):
             raise ScheduleError(
                 f"Schedule {name} says that it has {wanted} stages on {devices} devices, but its "
@@ -170,7 +177,7 @@ def _action(
         ("microbatch", item.microbatch, microbatches),
         ("chunk", item.chunk, len(stages)),
     ):
-        if isinstance(number, bool) or not hasattr(number, "__index__"):
+        if integer(number) is None:
             raise ScheduleError(f"{where}: the {what} of {item!r} is not an integer.")
         if not 0 <= number < count:
             have = f"{what} numbers here are 0..{count - 1}" if count else "the device has no stage"
@@ -194,13 +201,14 @@ def _place(
         raise ScheduleError(
             f"Schedule {name}: its placement is {placed!r}, not a tuple of devices."
         )
-    for stage, device in enumerate(placed):
-        if isinstance(device, bool) or not isinstance(device, int) or not 0 <= device < devices:
+    found = [integer(device) for device in placed]
+    for stage, (device, number) in enumerate(zip(placed, found, strict=True)):
+        if number is None or not 0 <= number < devices:
             raise ScheduleError(
                 f"Schedule {name}: its placement {tuple(placed)} puts stage {stage} on device "
                 f"{device!r}, but devices are 0..{devices - 1}."
             )
-    return tuple(placed)
+    return tuple(number for number in found if number is not None)
 
 
 def parameters_of(fun: Callable[..., Any], *, skip: int) -> tuple[dict[str, Any], bool]:
@@ -231,6 +239,8 @@ def _written(options: Mapping[str, Any]) -> str:
     return f"({', '.join(parts)})" if parts else ""
 
 
-def _size(name: str, what: str, number: object) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+def _size(name: str, what: str, number: object) -> int:
+    size = integer(number)
+    if size is None or size < 1:
         raise ScheduleError(f"Schedule {name}: {what} must be an integer >= 1, got {number!r}.")
+    return size

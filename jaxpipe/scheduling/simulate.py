@@ -14,8 +14,8 @@ from typing import NoReturn
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.scheduling.actions import Action
-from jaxpipe.scheduling.costs import Costs
-from jaxpipe.scheduling.graph import Graph, Pass
+from jaxpipe.scheduling.costs import Costs, costs_or_default
+from jaxpipe.scheduling.graph import Graph, Pass, graph_or_chain
 from jaxpipe.scheduling.instructions import Recv, Run, Send, plan
 from jaxpipe.scheduling.passes import PassTable, pass_table
 from jaxpipe.scheduling.schedule import Schedule
@@ -51,8 +51,8 @@ def simulate(
             f"simulate(dispatch={dispatch!r}) is not available: only dispatch='fixed', which runs "
             f"each device's actions in the order of the schedule."
         )
-    costs = Costs() if costs is None else costs
-    graph = Graph.chain(schedule.stages) if graph is None else graph
+    costs = costs_or_default(costs)
+    graph = graph_or_chain(graph, schedule.stages)
     if costs.overlap:
         return _walk(schedule, costs, graph)
     return _walk_instructions(schedule, costs, graph)

@@ -41,6 +41,8 @@ def from_text(
     text: str, *, placement: Sequence[int] | None = None, name: str = "", source: str = ""
 ) -> Schedule:
     """Read the line form, skipping blank lines around it; ``source`` names the file in errors."""
+    if not isinstance(text, str):
+        raise ScheduleError(f"{source}the text of a schedule is a str, not {text!r}.")
     lines = list(enumerate(text.splitlines(), 1))
     while lines and not lines[0][1].strip():
         del lines[0]
