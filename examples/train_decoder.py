@@ -27,7 +27,7 @@ WIDTH = flags.DEFINE_integer("width", 128, "Width of the decoder, a multiple of 
 BATCH = flags.DEFINE_integer("batch", 16, "Sequences per step.", lower_bound=1)
 CONTEXT = flags.DEFINE_integer("context", 64, "Bytes per sequence.", lower_bound=1)
 TEXT = flags.DEFINE_string("text", typing.__file__, "The file to learn from, byte by byte.")
-PICTURE = flags.DEFINE_string("picture", None, "Where to write a timeline of the step, .svg.")
+PICTURE = flags.DEFINE_string("picture", None, "Where to write a timeline, .svg, .png or .pdf.")
 
 
 class Block(nn.Module):

@@ -14,7 +14,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "jaxpipe.api": ("pipeline",),
     "jaxpipe.capture": ("stage_boundary",),
-    "jaxpipe._train": ("TrainState",),
+    "jaxpipe._pipelined": ("Pipelined",),
+    "jaxpipe._train": ("TrainState", "TrainStep"),
+    "jaxpipe.lower.lowered": ("Lowered",),
     "jaxpipe.errors": ("PipelineError", "ScheduleError"),
     "jaxpipe.scheduling": (
         *("B", "Costs", "F", "I", "Schedule", "Timeline", "W"),
@@ -29,11 +31,14 @@ __all__ = [
     "Costs",
     "F",
     "I",
+    "Lowered",
     "PipelineError",
+    "Pipelined",
     "Schedule",
     "ScheduleError",
     "Timeline",
     "TrainState",
+    "TrainStep",
     "W",
     "greedy",
     "pipeline",
@@ -61,10 +66,12 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from jaxpipe import schedules, scheduling
-    from jaxpipe._train import TrainState
+    from jaxpipe._pipelined import Pipelined
+    from jaxpipe._train import TrainState, TrainStep
     from jaxpipe.api import pipeline
     from jaxpipe.capture import stage_boundary
     from jaxpipe.errors import PipelineError, ScheduleError
+    from jaxpipe.lower.lowered import Lowered
     from jaxpipe.scheduling import (
         B,
         Costs,

@@ -246,6 +246,8 @@ def _check_loss(what: str, loss: Any, options: Options | None) -> None:
         hint = ""
         if isinstance(loss, tuple) and len(loss) == 2 and options and not options.has_aux:
             hint = " To return (loss, aux), give has_aux=True."
+            if all(_is_leaf(each) and each.shape == () for each in loss):
+                hint += ' To return (loss_sum, weight), give reduce="weighted".'
         raise PipelineError(
             f"{what} must be one scalar; the function returns {_show(loss)}.{hint} To join the "
             'outputs of microbatches without a loss, give reduce="concat".'

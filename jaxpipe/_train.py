@@ -56,6 +56,10 @@ class TrainState:
     opt_state: Any = None
     model_state: Any = None
 
+    def replace(self, **changes: Any) -> TrainState:
+        """The same state with other fields, as a flax state has it: ``state.replace(params=p)``."""
+        return replace(self, **changes)
+
 
 class TrainStep:
     """``step(state, batch) -> (state, metrics)``: pipelined gradients, then the update.

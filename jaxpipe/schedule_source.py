@@ -1,7 +1,8 @@
 """What the command line takes for a schedule: a name of the library, or a file of one's own.
 
 A *source* is the text after ``--schedule``: a name such as ``1f1b`` or ``interleaved(chunks=4)``,
-a ``.py`` file that defines a schedule (``file.py:name`` where it defines several), or a saved
+a ``.py`` file that defines a schedule (``file.py:name`` where it defines several,
+``file.py:name(lag=2)`` with options), or a saved
 schedule (``.json``, ``.txt``, ``.csv``). This file knows nothing of models, and no jax.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from typing import Any
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.scheduling.dsl import ScheduleFunction
-from jaxpipe.scheduling.resolve import named, resolve
+from jaxpipe.scheduling.resolve import named, resolve, split_call
 from jaxpipe.scheduling.schedule import Schedule
 
 DEVICES, MICROBATCHES = 4, 8  # where nothing else says how many
@@ -38,14 +40,16 @@ def read_source(source: str) -> Source:
     Raises `ScheduleError`: an unknown name (with names near it), a missing file, or a file that
     defines no schedule or several.
     """
-    path, _, name = source.partition(":")
+    path, _, name = source.partition(".py:")
+    path = f"{path}.py" if name else source
     if source.endswith(SAVED):
         return Schedule.load(_existing(source))
     if path.endswith(".py"):
         return _from_python(_existing(path), name)
-    if any(mark in source for mark in ("/", "\\")) or Path(source).is_file():
+    file = any(mark in source for mark in ("/", "\\")) or Path(source).is_file()
+    if file or re.fullmatch(r"[^()]*\.[A-Za-z]\w*", source):
         raise ScheduleError(
-            f"{source} is not a kind of file that holds a schedule: "
+            f"{source} is neither a name of the library nor a kind of file that holds a schedule: "
             "use .py (your own code), or .json, .txt or .csv (saved)."
         )
     function, options = named(source)
@@ -85,6 +89,7 @@ def _existing(path: str) -> Path:
 def _from_python(path: Path, name: str) -> Source:
     module = _run(path)
     if name:
+        name, options = split_call(name)
         if not hasattr(module, name):
             known = ", ".join(_defined(module)) or "no schedule"
             raise ScheduleError(f"{path} does not define {name}; it defines {known}.")
@@ -93,10 +98,15 @@ def _from_python(path: Path, name: str) -> Source:
             raise ScheduleError(
                 f"{name} in {path} is {found!r}, neither a schedule nor a function."
             )
-        return found
+        if options and isinstance(found, Schedule):
+            raise ScheduleError(f"{name} in {path} is a finished schedule and takes no options.")
+        return functools.partial(found, **options) if options else found
     defined = _defined(module)
     if not defined:
         raise ScheduleError(f"{path} defines no schedule.{_forgotten(module)}")
+    functions = [each for each in defined.values() if not isinstance(each, Schedule)]
+    if len(functions) == 1:  # a Schedule beside it was made to be looked at
+        return functions[0]
     if len(defined) > 1:
         raise ScheduleError(
             f"{path} defines {len(defined)} schedules: {', '.join(defined)}. "

@@ -44,6 +44,12 @@ def get(name: str) -> ScheduleFunction:
     """
     if name in _LIBRARY:
         return _LIBRARY[name]
+    plain, options, _ = str(name).partition("(")
+    if options and plain in _LIBRARY:
+        raise ScheduleError(
+            f"{name!r} is a name with options; give them when you call the function: "
+            f"get({plain!r})(devices=..., microbatches=..., {options.rstrip(')')})."
+        )
     close = get_close_matches(str(name), _LIBRARY, n=1, cutoff=0.5)
     advice = f"Did you mean {close[0]!r}? " if close else ""
     raise ScheduleError(

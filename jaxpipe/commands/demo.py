@@ -89,7 +89,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         type=Path,
         default=Path("jaxpipe_demo.svg"),
         metavar="FILE",
-        help="where to write the picture of a step, .svg or .png (default: %(default)s)",
+        help="where to write the picture of a step, .svg, .png or .pdf (default: %(default)s)",
     )
     demo.set_defaults(command=run_demo)
 
@@ -103,16 +103,17 @@ def run_demo(args: argparse.Namespace) -> None:
     keep_freed_memory()
     emulate_cpu_devices(wanted or schedule_source.DEVICES)
 
+    present = _devices_present()
     import jax
     from rich.console import Console
 
     schedule = schedule_source.build(
         source,
         called=args.schedule,
-        devices=wanted or len(jax.devices()),
+        devices=wanted or present,
         microbatches=args.microbatches,
     )
-    _check_schedule(schedule, args, present=len(jax.devices()), kind=jax.default_backend())
+    _check_schedule(schedule, args, present=present, kind=jax.default_backend())
     from jaxpipe.demo import program
 
     options = program.Options(
@@ -137,6 +138,21 @@ def emulate_cpu_devices(count: int) -> None:
     if not _EMULATION.search(asked):
         emulation = f"--xla_force_host_platform_device_count={count}"
         os.environ["XLA_FLAGS"] = f"{asked} {emulation}".strip()
+
+
+def _devices_present() -> int:
+    """How many devices jax has. Starts it, which fails where the environment asks in vain."""
+    import jax
+
+    try:
+        return len(jax.devices())
+    except (RuntimeError, AssertionError) as error:
+        asked = os.environ.get("JAX_PLATFORMS")
+        reason = str(error).partition("\n")[0]
+        hint = f" JAX_PLATFORMS={asked} is set; unset it, or set it to cpu." if asked else ""
+        raise CommandError(
+            f"jax finds no devices{f': {reason}' if reason else '.'}{hint}"
+        ) from None
 
 
 def _corpus(text: Path | None, context: int) -> Corpus:

@@ -9,6 +9,7 @@ from pathlib import Path
 from jaxpipe.commands.flags import SCHEDULE_HELP, CommandError, count
 from jaxpipe.schedule_source import DEVICES, MICROBATCHES, build, read_source
 from jaxpipe.scheduling.schedule import Schedule
+from jaxpipe.view.units import counted
 
 PICTURES = (".svg", ".png", ".pdf")
 SAVED = (".json", ".txt", ".csv")
@@ -111,8 +112,8 @@ def run_check(args: argparse.Namespace) -> None:
     """One sentence where the schedule is right; building it raises where it is not."""
     schedule = _build(args)
     print(
-        f"{schedule.name or args.schedule} is right: {schedule.devices} devices, "
-        f"{schedule.stages} stages, {schedule.microbatches} microbatches."
+        f"{schedule.name or args.schedule} can be run: {counted(schedule.devices, 'device')}, "
+        f"{counted(schedule.stages, 'stage')}, {counted(schedule.microbatches, 'microbatch')}."
     )
 
 

@@ -7,6 +7,7 @@ is a pair whose times can be compared. Batches have B sequences of T bytes.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -59,10 +60,10 @@ class Record:
     plain_seconds: list[float] = field(default_factory=list)
 
     def ratio(self) -> float:
-        """Median over the timed pairs of pipelined seconds / plain seconds."""
-        pairs = zip(self.seconds, self.plain_seconds, strict=True)
-        ratios = [ours / plain for ours, plain in pairs]
-        return statistics.median(ratios[UNTIMED_STEPS:] or ratios)
+        """Median over the timed pairs of pipelined / plain seconds; NaN if none is timed."""
+        pairs = list(zip(self.seconds, self.plain_seconds, strict=True))
+        ratios = [ours / plain for ours, plain in pairs[UNTIMED_STEPS:]]
+        return statistics.median(ratios) if ratios else math.nan
 
 
 def run(options: Options, schedule: Schedule, corpus: Corpus, console: Console) -> Record:
@@ -143,7 +144,7 @@ def run(options: Options, schedule: Schedule, corpus: Corpus, console: Console) 
     )
     _say_sample(console, options, model, trained)
     lowered.save_timeline(options.out)
-    console.print(f"timeline of a step: {options.out}", highlight=False, soft_wrap=True)
+    console.print(f"timeline of a step, simulated: {options.out}", highlight=False, soft_wrap=True)
     return record
 
 
@@ -168,6 +169,7 @@ def _say_what_runs(console: Console, options: Options, params: Any, corpus: Corp
 
 def _show_schedule(console: Console, lowered: Any) -> None:
     timeline = lowered.simulate()
+    console.print("the schedule, simulated:", style="bold")
     print_grid(timeline, console=console)
     console.print(str(timeline), markup=False, highlight=False)
 
@@ -175,23 +177,33 @@ def _show_schedule(console: Console, lowered: Any) -> None:
 def _say_results(
     console: Console, options: Options, record: Record, *, pipelined_loss: float, plain_loss: float
 ) -> None:
-    timed = record.seconds[UNTIMED_STEPS:] or record.seconds
-    ours = f"{1e3 * statistics.median(timed):.1f} ms"
+    ours = _median_step(record.seconds)
     loss = "held-out loss (nats per byte)"
     if not options.reference:
         console.print(f"{loss}: {pipelined_loss:.4f}; median step: {ours}", highlight=False)
         return
-    plain_timed = record.plain_seconds[UNTIMED_STEPS:] or record.plain_seconds
-    theirs = f"{1e3 * statistics.median(plain_timed):.1f} ms"
+    theirs = _median_step(record.plain_seconds)
+    ratio = record.ratio()
+    emulated = jax.default_backend() == "cpu" and jax.device_count() > 1
     console.print(
         results_table(
             [
                 (loss, f"{pipelined_loss:.4f}", f"{plain_loss:.4f}"),
                 ("median step", ours, theirs),
-                ("median of step pairs", f"{record.ratio():.2f}", "1"),
+                ("median of step pairs", "-" if math.isnan(ratio) else f"{ratio:.2f}", "1"),
             ]
         )
     )
+    if emulated:
+        console.print(
+            "(emulated devices share this machine's cores, which the un-pipelined step has too)",
+            highlight=False,
+        )
+
+
+def _median_step(seconds: list[float]) -> str:
+    timed = seconds[UNTIMED_STEPS:]
+    return f"{1e3 * statistics.median(timed):.1f} ms" if timed else "(too few steps to time)"
 
 
 def _say_sample(console: Console, options: Options, model: Decoder, params: Any) -> None:

@@ -8,7 +8,7 @@ made by `jaxpipe.view`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,9 @@ from jaxpipe.scheduling import Costs, Graph, Plan, Schedule, Timeline
 
 if TYPE_CHECKING:
     from jaxpipe.capture import StageGraph, Traced
+
+
+_UNIT = "a device's mean forward of one microbatch, predicted from FLOPs"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -40,7 +43,7 @@ class Lowered:
     memory: tuple[Memory, ...]
     stage_graph: StageGraph
     traced: Traced
-    compile_memory: Callable[[], tuple[Memory, ...]]
+    _compile_memory: Callable[[], tuple[Memory, ...]]
 
     @property
     def graph(self) -> Graph:
@@ -48,13 +51,17 @@ class Lowered:
 
     def memory_with_temporaries(self) -> tuple[Memory, ...]:
         """`memory` with each device's largest scratch space; compiles all programs."""
-        return self.compile_memory()
+        return self._compile_memory()
 
     @property
     def costs(self) -> Costs:
-        """Times of passes in proportion to their FLOPs: a stage's mean F takes 1."""
+        """Times of passes in proportion to their FLOPs.
+
+        The unit is a device's forward of one microbatch through all its stages, on the mean of the
+        devices, so that schedules with different numbers of stages can be compared.
+        """
         flops = {kind: [self._flops(s, kind) for s in range(self.graph.stages)] for kind in "FIWB"}
-        unit = sum(flops["F"]) / len(flops["F"]) or 1.0
+        unit = sum(flops["F"]) / len(set(self.schedule.placement)) or 1.0
         f, i, w, b = (tuple(x / unit for x in flops[kind]) for kind in "FIWB")
         return Costs(F=f, I=i, W=w, B=b)
 
@@ -64,7 +71,9 @@ class Lowered:
 
     def simulate(self, costs: Costs | None = None) -> Timeline:
         """The schedule run under ``costs``, by default in proportion to FLOPs (`costs`)."""
-        return self.schedule.simulate(self.costs if costs is None else costs, self.graph)
+        if costs is not None:
+            return self.schedule.simulate(costs, self.graph)
+        return replace(self.schedule.simulate(self.costs, self.graph), time_unit=_UNIT)
 
     def save_timeline(self, path: str | PathLike[str], costs: Costs | None = None) -> None:
         """Draw the simulated step to ``path``: ``.svg``, ``.png`` or ``.pdf``."""
@@ -82,11 +91,14 @@ class Lowered:
                 "stage": stage.index,
                 "device": self.schedule.placement[stage.index],
                 "segments": stage.segments,
+                "name": ", ".join(self.traced.segments[s].name or "" for s in stage.segments),
                 "lines": stage.lines,
                 "param_nbytes": stage.param_nbytes,
                 "flops": sum(self._flops(stage.index, kind) for kind in kinds),
                 "edges": self._edges(stage.index),
             }
+            if not row["name"].strip(", "):
+                del row["name"]
             if backward:
                 row["residual_nbytes"] = stage.residual_nbytes
                 row["vjp_residual_nbytes"] = stage.vjp_residual_nbytes

@@ -32,7 +32,7 @@ def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     """Write ``schedule`` in the form that the ending of ``path`` names."""
     path = _path(path)
     if path.suffix == ".json":
-        path.write_text(to_json(schedule) + "\n", encoding="utf-8")
+        _write(path, to_json(schedule) + "\n")
         return
     if path.suffix == ".txt":
         text = to_text(schedule) + "\n"
@@ -49,7 +49,7 @@ def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
             f"{path}: a {path.suffix} file holds only orders, and this schedule's placement or "
             "sizes do not follow from them. Save it as .json."
         )
-    path.write_text(text, encoding="utf-8")
+    _write(path, text)
 
 
 def load(path: str | os.PathLike[str]) -> Schedule:
@@ -65,6 +65,13 @@ def load(path: str | os.PathLike[str]) -> Schedule:
     except OSError as error:
         raise ScheduleError(f"{path}: cannot be read: {error.strerror}.") from error
     return readers[path.suffix](text, name=path.stem, source=f"{path}: ")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ScheduleError(f"{path}: cannot be written: {error.strerror}.") from error
 
 
 def _path(path: str | os.PathLike[str]) -> Path:

@@ -69,7 +69,6 @@ def named(text: str) -> tuple[Callable[..., Schedule], dict[str, Any]]:
     >>> named("interleaved(chunks=4)")
     (<schedule function interleaved>, {'chunks': 4})
     """
-    found = _CALL.fullmatch(text)
     if re.search(r"\.(py|json|txt|csv)\s*$|[/\\]", text):
         raise ScheduleError(
             f"{text!r} looks like a file; give jaxpipe.Schedule.load(path) for .json, .txt and "
@@ -80,14 +79,8 @@ def named(text: str) -> tuple[Callable[..., Schedule], dict[str, Any]]:
             "the text of a schedule was given for the name of one; give "
             "jaxpipe.Schedule.parse(text)."
         )
-    if found is None:
-        raise ScheduleError(
-            f"{text!r} is not the name of a schedule; write a name, or a name with options such "
-            'as "interleaved(chunks=4)".'
-        )
+    name, options = split_call(text)
     schedules = import_module("jaxpipe.schedules")  # itself written in the public DSL
-
-    name, call = found.groups()
     known = list(schedules.names())
     if name not in known:
         close = get_close_matches(name, known, n=3, cutoff=0.5)
@@ -95,7 +88,23 @@ def named(text: str) -> tuple[Callable[..., Schedule], dict[str, Any]]:
             f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}."
         )
         raise ScheduleError(f"There is no schedule {name!r} in the library; {advice}")
-    return schedules.get(name), _options(text, call or "()")
+    return schedules.get(name), options
+
+
+def split_call(text: str) -> tuple[str, dict[str, Any]]:
+    """A name and the options behind it.
+
+    >>> split_call("interleaved(chunks=4)")
+    ('interleaved', {'chunks': 4})
+    """
+    found = _CALL.fullmatch(text)
+    if found is None:
+        raise ScheduleError(
+            f"{text!r} is not the name of a schedule; write a name, or a name with options such "
+            'as "interleaved(chunks=4)".'
+        )
+    name, call = found.groups()
+    return name, _options(text, call or "()")
 
 
 def _options(text: str, call: str) -> dict[str, Any]:

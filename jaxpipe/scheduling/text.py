@@ -1,6 +1,7 @@
 """Schedules as text: the line form, and excerpts of it for error messages.
 
-The line form has one line per device, actions separated by spaces; an idle device is ``-``.
+The line form has one line per device, actions separated by spaces; an idle device is ``-``. A
+line that begins with ``#`` is a comment.
 Reading is anchored: what is not wholly an action is refused with its line and column.
 """
 
@@ -40,10 +41,17 @@ def to_text(schedule: Schedule) -> str:
 def from_text(
     text: str, *, placement: Sequence[int] | None = None, name: str = "", source: str = ""
 ) -> Schedule:
-    """Read the line form, skipping blank lines around it; ``source`` names the file in errors."""
+    """Read the line form, skipping lines of comment (``#``) and blank lines around it.
+
+    ``source`` names the file in errors.
+    """
     if not isinstance(text, str):
         raise ScheduleError(f"{source}the text of a schedule is a str, not {text!r}.")
-    lines = list(enumerate(text.splitlines(), 1))
+    lines = [
+        (number, line)
+        for number, line in enumerate(text.splitlines(), 1)
+        if not line.lstrip().startswith("#")
+    ]
     while lines and not lines[0][1].strip():
         del lines[0]
     while lines and not lines[-1][1].strip():

@@ -36,7 +36,8 @@ class Transfer(NamedTuple):
 class Timeline:
     """Start and end of every action of a schedule.
 
-    ``starts[d][n]`` and ``ends[d][n]`` belong to action ``schedule.orders[d][n]``.
+    ``starts[d][n]`` and ``ends[d][n]`` belong to action ``schedule.orders[d][n]``. ``time_unit``
+    says what one unit of time is, where that is known.
 
     >>> from jaxpipe.scheduling import Schedule, simulate
     >>> simulate(Schedule.parse("0F0 0F1 0B0 0B1\\n1F0 1B0 1F1 1B1"))
@@ -48,6 +49,7 @@ class Timeline:
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
     transfers: tuple[Transfer, ...] = field(default=())
+    time_unit: str = ""
 
     @cached_property
     def start(self) -> dict[Action, float]:
@@ -96,7 +98,7 @@ class Timeline:
     def bubble(self) -> tuple[float, ...]:
         """The idle share of the makespan on each device, from 0 to 1."""
         whole = self.makespan
-        return tuple(1 - busy / whole if whole else 0.0 for busy in self.busy)
+        return tuple(max(1 - busy / whole, 0.0) if whole else 0.0 for busy in self.busy)
 
     @property
     def idle(self) -> float:
@@ -197,7 +199,8 @@ class Timeline:
 
     def __str__(self) -> str:
         """One line for each device, and the totals."""
-        lines = ["device      busy    bubble      span            peak"]
+        heading = "peak bytes" if self.graph.lines else "peak"
+        lines = [f"device      busy    bubble      span{heading:>16}"]
         rows = zip(self.busy, self.bubble, self.spans, self.peak, strict=True)
         for device, (busy, bubble, span, peak) in enumerate(rows):
             share = f"{100 * bubble:.1f} %"
@@ -205,6 +208,8 @@ class Timeline:
         lines.append(
             f"makespan {self.makespan:.6g}, span {self.span:.6g}, bubble {100 * self.idle:.1f} %"
         )
+        if self.time_unit:
+            lines.append(f"unit of time: {self.time_unit}")
         return "\n".join(lines)
 
 

@@ -65,6 +65,7 @@ COLUMNS = (
     Column("stage", "stage", _plain, right=True),
     Column("device", "device", _plain, right=True),
     Column("segments", "segments", _numbers),
+    Column("name", "names", _plain),
     Column("lines", "source lines", _where),
     Column("param_nbytes", "params", nbytes, right=True, total=True),
     Column("flops", "FLOPs", flops, right=True, total=True),
@@ -124,8 +125,9 @@ def stage_table(rows: Iterable[Any]) -> StageTable:
     """Make a table of rows, one for each stage.
 
     A row is a mapping or an object with some of: ``stage``, ``device``, ``segments`` (numbers),
-    ``lines`` (where the stage is in the source), ``param_nbytes``, ``flops``, ``residual_nbytes``,
-    ``vjp_residual_nbytes`` (of one microbatch), ``edges`` (a mapping stage -> bytes, or text).
+    ``name`` (of the boundaries that open them), ``lines`` (where the stage is in the source),
+    ``param_nbytes``, ``flops``, ``residual_nbytes``, ``vjp_residual_nbytes`` (of one microbatch),
+    ``edges`` (a mapping stage -> bytes, or text).
     Columns that no row has are left out; with more than one row the last line has the sums.
 
     >>> first = {"stage": 0, "device": 0, "segments": (0, 1), "param_nbytes": 4_200_000}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpipe.errors import ScheduleError
 from jaxpipe.scheduling import KINDS, Timeline
 from jaxpipe.view.palette import KIND_NAMES, color, text_color
-from jaxpipe.view.units import nbytes
+from jaxpipe.view.units import counted, nbytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,8 +56,10 @@ def draw(timeline: Timeline, *, title: str | None = None) -> Figure:
     schedule = timeline.schedule
     P = schedule.devices
     most = max((len(order) for order in schedule.orders), default=1)
-    width = min(24.0, max(9.0, 3.2 + 0.17 * most))
-    top, bottom, row = 0.88, 0.62, 0.62 if P <= 8 else 0.48
+    labels = _labels(timeline)
+    needed = 2.6 + sum(0.45 + 0.068 * len(label) for label, _ in labels)  # the legend's inches
+    width = max(min(24.0, max(9.0, 3.2 + 0.17 * most)), needed)
+    top, bottom, row = 0.88, 0.74, 0.62 if P <= 8 else 0.48
     height = top + bottom + row * P
     figure = Figure(figsize=(width, height))
     left, right = 0.85, 1.15
@@ -76,16 +78,17 @@ def draw(timeline: Timeline, *, title: str | None = None) -> Figure:
     figure.text(
         left / width, 1 - 0.60 / height, _totals(timeline), size=9.5, color=INK, va="center"
     )
-    _legend(figure, timeline, (1 - right / width, 0.20 / height))
+    _legend(figure, labels, (1 - right / width, 0.17 / height))
     return figure
 
 
 def _totals(timeline: Timeline) -> str:
     schedule = timeline.schedule
     v = schedule.stages / schedule.devices
-    sizes = f"{schedule.devices} devices, {schedule.microbatches} microbatches"
+    counts = [(schedule.devices, "device"), (schedule.microbatches, "microbatch")]
     if v != 1:
-        sizes = f"{schedule.devices} devices, {schedule.stages} stages, " + sizes.split(", ")[1]
+        counts.insert(1, (schedule.stages, "stage"))
+    sizes = ", ".join(counted(number, what) for number, what in counts)
     return (
         f"{sizes}  ·  makespan {timeline.makespan:.5g}  ·  span {timeline.span:.5g}  ·  "
         f"bubble {100 * timeline.idle:.1f} %  ·  peak {_amount(timeline, max(timeline.peak))}"
@@ -108,7 +111,8 @@ def _frame(axes: Axes, timeline: Timeline, origin: float) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10]))
     axes.tick_params(axis="x", labelsize=8, colors=FAINT, length=3, width=0.6)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("time", size=8.5, color=FAINT, labelpad=3, loc="left")
+    unit = f"time, in units of {timeline.time_unit}" if timeline.time_unit else "time"
+    axes.set_xlabel(unit, size=8.5, color=FAINT, labelpad=3, loc="left")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#BBBBBB")
@@ -204,21 +208,24 @@ def _held(axes: Axes, timeline: Timeline, origin: float) -> None:
         )
 
 
-def _legend(figure: Figure, timeline: Timeline, anchor: tuple[float, float]) -> None:
-    from matplotlib.patches import Patch
-
+def _labels(timeline: Timeline) -> list[tuple[str, str]]:
+    """The legend's texts and colours."""
     schedule = timeline.schedule
     present = {action.kind for action in schedule.actions()}
     v = max((len(schedule.chunks(d)) for d in range(schedule.devices)), default=1)
-    handles = [
-        Patch(facecolor=color(kind), label=f"{kind} {KIND_NAMES[kind]}")
-        for kind in KINDS
-        if kind in present
-    ]
+    labels = [(f"{kind} {KIND_NAMES[kind]}", color(kind)) for kind in KINDS if kind in present]
     if v > 1:
-        lightest = color("F", v - 1, v)
-        handles.append(Patch(facecolor=lightest, label="lighter: later chunks"))
-    handles.append(Patch(facecolor=HELD, alpha=0.55, label="memory held"))
+        labels.append(("lighter: later chunks", color("F", v - 1, v)))
+    return [*labels, ("memory held", HELD)]
+
+
+def _legend(figure: Figure, labels: list[tuple[str, str]], anchor: tuple[float, float]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [
+        Patch(facecolor=fill, alpha=0.55 if fill == HELD else None, label=text)
+        for text, fill in labels
+    ]
     figure.legend(
         handles=handles,
         loc="center right",

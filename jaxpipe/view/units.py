@@ -25,3 +25,14 @@ def nbytes(number: float) -> str:
 def flops(number: float) -> str:
     """Operations: ``1.5 GFLOP``."""
     return si(number, "FLOP")
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things: ``1 device``, ``2 microbatches``.
+
+    >>> counted(1, "stage"), counted(8, "microbatch")
+    ('1 stage', '8 microbatches')
+    """
+    if number == 1:
+        return f"1 {what}"
+    return f"{number:,} {what}{'es' if what.endswith('ch') else 's'}"
