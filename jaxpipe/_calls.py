@@ -9,6 +9,7 @@ is differentiated with what seed. This file knows no stages and no devices.
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,45 +53,73 @@ class Call:
         return (self.params_tree, self.batch_tree, self.has_key, *kinds)
 
 
-def read_call(params: Any, args: tuple, kwargs: Mapping[str, Any], rng: Any) -> Call:
-    """Flatten the arguments of a call; refuse tracers and flax nnx modules."""
+def read_call(
+    params: Any, args: tuple, kwargs: Mapping[str, Any], rng: Any, *, shapes: bool = False
+) -> Call:
+    """Flatten the arguments of a call; refuse what cannot be used, in a sentence each.
+
+    ``shapes``: whether leaves may be `jax.ShapeDtypeStruct`.
+    """
     _refuse_nnx(params)
     leaves, tree = jax.tree.flatten(params)
     batch, batch_tree = jax.tree.flatten((args, dict(kwargs)))
     if rng is not None:
         batch.append(_valid_key(rng))
-    if is_tracing() or any(isinstance(leaf, jax.core.Tracer) for leaf in (*leaves, *batch)):
+    refuse_tracing((leaves, batch))
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        raise PipelineError(
+            "jax_disable_jit is on, but a pipeline is made of compiled programs. To run the "
+            "function op by op call .reference instead, or turn jax_disable_jit off."
+        )
+    given = {
+        "params": params,
+        "batch": args[0] if len(args) == 1 and not kwargs else (args, kwargs),
+    }
+    for name, each in given.items():
+        refuse_deleted(name, each)
+        if not shapes:
+            refuse_shapes(name, each)
+    return Call(leaves, tree, batch, batch_tree, rng is not None)
+
+
+def refuse_tracing(tree: Any = None) -> None:
+    """Raise `PipelineError` inside a transformation, and for leaves of ``tree`` that it traces."""
+    leaves = jax.tree.leaves(tree)
+    if is_tracing() or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         raise PipelineError(
             "a pipelined function was called with traced values, inside jax.jit, jax.grad, "
             "jax.vmap or another transformation. A pipeline is not one XLA program: call it "
             "outside. For gradients use .value_and_grad, for training .train_step, and to "
             "compose the function with transformations .reference."
         )
-    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-        raise PipelineError(
-            "jax_disable_jit is on, but a pipeline is made of compiled programs. To run the "
-            "function op by op call .reference instead, or turn jax_disable_jit off."
-        )
-    refuse_deleted("params", params, "")
-    refuse_deleted("batch", args[0] if len(args) == 1 and not kwargs else (args, kwargs), "")
-    return Call(leaves, tree, batch, batch_tree, rng is not None)
 
 
-def refuse_deleted(name: str, tree: Any, advice: str) -> None:
+def refuse_deleted(name: str, tree: Any, advice: str = "") -> None:
     """Raise `PipelineError` for the first array of ``tree`` whose buffer is gone, with its path."""
+    path = _first(tree, lambda leaf: isinstance(leaf, jax.Array) and leaf.is_deleted())
+    if path is not None:
+        raise PipelineError(
+            f"{name}{path} has been deleted: its buffer was donated to an earlier computation, or "
+            f"freed with .delete().{advice}"
+        )
 
-    def gone(leaf: Any) -> bool:
-        array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-        return array and leaf.is_deleted()
 
-    if not any(map(gone, jax.tree.leaves(tree))):
-        return
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if gone(leaf):
-            raise PipelineError(
-                f"{name}{jax.tree_util.keystr(path)} has been deleted: its buffer was donated to "
-                f"an earlier computation, or freed with .delete().{advice}"
-            )
+def refuse_shapes(name: str, tree: Any) -> None:
+    """Raise `PipelineError` for the first leaf of ``tree`` that is a shape alone, with its path."""
+    path = _first(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    if path is not None:
+        raise PipelineError(
+            f"{name}{path} is a jax.ShapeDtypeStruct: with shapes alone a pipeline can be lowered "
+            "(.lower), not run. Pass arrays."
+        )
+
+
+def _first(tree: Any, test: Callable[[Any], bool]) -> str | None:
+    """The path of the first leaf that passes ``test``."""
+    if not any(map(test, jax.tree.leaves(tree))):
+        return None
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return next(jax.tree_util.keystr(path) for path, leaf in leaves if test(leaf))
 
 
 def struct(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -100,8 +129,8 @@ def struct(leaf: Any) -> jax.ShapeDtypeStruct:
             leaf = jax.typeof(leaf)
         except TypeError as error:
             raise PipelineError(
-                f"an argument has a leaf of type {type(leaf).__name__}, {leaf!r}, which is no "
-                "array. Pass arrays and numbers; close over anything else."
+                f"an argument has a leaf of type {type(leaf).__name__}, {reprlib.repr(leaf)}, "
+                "which is no array. Pass arrays and numbers; close over anything else."
             ) from error
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=_weak(leaf))
 
@@ -128,7 +157,9 @@ def _refuse_nnx(params: Any) -> None:
 def _valid_key(rng: Any) -> Any:
     aval = struct(rng)
     typed = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
-    if (typed and aval.shape == ()) or (aval.dtype == jnp.uint32 and aval.ndim == 1):
+    if typed and aval.shape == ():
+        return rng
+    if aval.dtype == jnp.uint32 and aval.shape in ((2,), (4,)):  # raw keys: threefry's, rbg's
         return rng
     raise PipelineError(
         f"rng must be one key, made by jax.random.key(seed); this has dtype {aval.dtype} and "

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxpipe._build import Built, Compiled, build, compile_built, schedule_of
-from jaxpipe._calls import Call, read_call
+from jaxpipe._calls import Call, read_call, refuse_deleted, refuse_shapes, refuse_tracing
+from jaxpipe._context import outside_meshes
 from jaxpipe._options import Options, check_names, config_key
 from jaxpipe._reference import Reference
 from jaxpipe._run import bring, forward, gradients, grads_as_given, outcome
@@ -73,6 +74,7 @@ class Pipelined:
 
     # -- what the user calls ---------------------------------------------------------------------
 
+    @outside_meshes
     def __call__(self, params: Any, *args: Any, rng: Any = None, **kwargs: Any) -> Any:
         """Run the schedule's forwards alone: the loss, ``(loss, aux)``, or joined outputs.
 
@@ -85,6 +87,7 @@ class Pipelined:
         results = forward(compiled, placed, call.batch)
         return outcome(compiled.built, results, call, kept)
 
+    @outside_meshes
     def value_and_grad(self, params: Any, *args: Any, rng: Any = None, **kwargs: Any) -> Any:
         """``(loss, grads)``, or ``((loss, aux), grads)``; arguments as of a call.
 
@@ -109,17 +112,19 @@ class Pipelined:
 
         return TrainStep(self, update)
 
+    @outside_meshes
     def lower(self, params: Any, *args: Any, rng: Any = None, **kwargs: Any) -> Lowered:
         """Trace, cut, check and plan, and allocate nothing on devices.
 
         Arguments as of a call; their leaves may be `jax.ShapeDtypeStruct`. For a forward-only
         schedule, and for ``reduce="concat"``, the lowered pipeline is that of a call.
         """
-        call = read_call(params, args, kwargs, rng)
+        call = read_call(params, args, kwargs, rng, shapes=True)
         forward = self.options.reduce == "concat"
         with self._lock:
             built = self._build(call, gradients=not forward and not self._forward_only())
 
+            @outside_meshes
             def compile_memory() -> Any:
                 executables = self._compile_built(built).executables
                 return tuple(
@@ -131,6 +136,7 @@ class Pipelined:
                 built.schedule, built.plan, built.memory, built.graph, built.traced, compile_memory
             )
 
+    @outside_meshes
     def place(self, params: Any, *args: Any, rng: Any = None, **kwargs: Any) -> Any:
         """A copy of ``params`` with each leaf on the devices of the stages that use it.
 
@@ -138,15 +144,22 @@ class Pipelined:
         `lower`, or give a batch here (arrays or `jax.ShapeDtypeStruct`). A tied leaf, used on
         several devices, becomes one array replicated over them.
         """
+        refuse_tracing(params)
+        refuse_deleted("params", params)
+        refuse_shapes("params", params)
         layout = self.layout(params, *args, rng=rng, **kwargs)
         leaves, tree = jax.tree.flatten(params)
         placed = [place_leaf(layout, i, leaf, copy=True) for i, leaf in enumerate(leaves)]
         return jax.tree.unflatten(tree, placed)
 
+    @outside_meshes
     def gather(self, tree: Any) -> Any:
         """Any tree of arrays (parameters, gradients, optimizer state) whole on one device."""
+        refuse_tracing(tree)
+        refuse_deleted("tree", tree)
         return gather_tree(tree, self.mesh.devices.flat[0])
 
+    @outside_meshes
     def init(self, init_fn: Callable, *args: Any) -> Any:
         """``init_fn(*args)``, each device computing only the leaves that it owns.
 
@@ -155,6 +168,7 @@ class Pipelined:
         """
         from jaxpipe.lower.init import init_placed
 
+        refuse_tracing(args)
         if not callable(init_fn):
             raise PipelineError(f"init takes a function that makes parameters, not {init_fn!r}.")
         shapes = jax.eval_shape(init_fn, *args)
@@ -172,6 +186,12 @@ class Pipelined:
     def reference(self) -> Reference:
         """The same function without a pipeline: microbatch loop, seeds, reduction and keys."""
         return Reference(self.fun, self.options)
+
+    def __reduce__(self) -> Any:
+        return Pipelined, (self.fun, self.options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipelined:
+        return Pipelined(self.fun, self.options)  # devices cannot be copied
 
     def __repr__(self) -> str:
         return (
@@ -200,7 +220,8 @@ class Pipelined:
         """Where each parameter leaf lives; a batch is needed unless traced before."""
         with self._lock:
             if args or kwargs:
-                self._build(read_call(params, args, kwargs, rng), gradients=False)
+                call = read_call(params, args, kwargs, rng, shapes=True)
+                self._build(call, gradients=False)
             if self._layout is None:
                 raise PipelineError(
                     "which stage uses which parameter is not known yet: the function has not been "

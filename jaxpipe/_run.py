@@ -37,6 +37,7 @@ def bring(layout: Layout, call: Call, *, copy: bool = False) -> tuple[list[jax.A
 def forward(compiled: Compiled, placed: Sequence[jax.Array], batch: Sequence[Any]) -> Results:
     """Run the forwards; joined outputs by number, each on the device that made it."""
     engine = compiled.engine
+    engine.refuse_reentry()
     with engine.lock:
         try:
             engine.load(placed, batch)
@@ -55,6 +56,7 @@ def gradients(
     """
     engine, built = compiled.engine, compiled.built
     layout = built.layout
+    engine.refuse_reentry()
     with engine.lock:
         try:
             engine.load(placed, batch)

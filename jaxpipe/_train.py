@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpipe._calls import read_call, refuse_deleted, struct
+from jaxpipe._calls import read_call, refuse_deleted, refuse_shapes, refuse_tracing, struct
+from jaxpipe._context import outside_meshes
 from jaxpipe._options import config_key
 from jaxpipe._reference import is_trained
 from jaxpipe._run import bring, gradients
@@ -87,6 +88,7 @@ class TrainStep:
         self._copies: dict[int, tuple[jax.Array, tuple[jax.Array, ...]]] = {}
         self._threads = _DeviceThreads(pipelined)
 
+    @outside_meshes
     def init(
         self, params: Any, *args: Any, opt_state: Any = None, rng: Any = None, **kwargs: Any
     ) -> TrainState:
@@ -96,6 +98,9 @@ class TrainStep:
         given here (arrays or `jax.ShapeDtypeStruct`), leaves stay where they are until the first
         step brings them to their devices. ``opt_state``: for an update function of one's own.
         """
+        refuse_tracing(params)
+        refuse_deleted("params", params)
+        refuse_shapes("params", params)
         if self.pipelined.traced or args or kwargs:
             params = self.pipelined.place(params, *args, rng=rng, **kwargs)
         else:
@@ -117,6 +122,7 @@ class TrainStep:
             made = self.optimizer.init(self.pipelined.gather(trained))  # type: ignore[union-attr]
         return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), made)
 
+    @outside_meshes
     def __call__(
         self, state: TrainState, *args: Any, rng: Any = None, **kwargs: Any
     ) -> tuple[TrainState, Any]:
@@ -132,6 +138,7 @@ class TrainStep:
                 f"a training step takes a TrainState, not {type(state).__name__}; make one with "
                 "step.init(params)."
             )
+        refuse_tracing(state)
         refuse_deleted(
             "state",
             state,
@@ -139,6 +146,8 @@ class TrainStep:
             "state that it returned, or give donate=False to jaxpipe.pipeline.",
         )
         pipelined = self.pipelined
+        if pipelined.options.donate:
+            state = _apart(state)
         call = read_call(state.params, args, kwargs, rng)
         compiled = pipelined.compiled(call, gradients=True)
         layout = compiled.built.layout
@@ -319,16 +328,12 @@ def _optax_update(optimizer: Any) -> Callable:
     takes_more = optax.with_extra_args_support(optimizer)  # such as the loss, as ``value``
 
     def update(state: TrainState, grads: Any, loss: Any) -> tuple[TrainState, dict[str, Any]]:
+        given = grads, state.opt_state, state.params
         try:
-            made = takes_more.update(grads, state.opt_state, state.params, value=loss)
-        except TypeError as error:
-            if "required keyword-only argument" not in str(error):
-                raise
-            raise PipelineError(
-                f"the optimizer asks for more than a training step can give it ({error}); beside "
-                "gradients, state and parameters it gets the loss, as value. Write an update "
-                "function (state, grads, aux) -> (state, metrics) that calls the optimizer."
-            ) from error
+            made = _with_value(takes_more, given, loss)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            _explain(error, optimizer, state)
+            raise
         if not (isinstance(made, tuple) and len(made) == 2):
             raise PipelineError(
                 f"the optimizer's update must return (updates, state), not {made!r}."
@@ -345,6 +350,47 @@ def _optax_update(optimizer: Any) -> Callable:
         return new, {"grad_norm": _norm(grads)}
 
     return update
+
+
+def _with_value(optimizer: Any, given: tuple[Any, Any, Any], loss: Any) -> Any:
+    try:
+        return optimizer.update(*given, value=loss)
+    except TypeError as error:  # some take extra arguments, and yet not this one
+        if "unexpected keyword argument 'value'" not in str(error):
+            raise
+    return optimizer.update(*given)
+
+
+def _explain(error: Exception, optimizer: Any, state: TrainState) -> None:
+    """Raise `PipelineError` where it is known why an optimizer's update failed."""
+    if "required keyword-only argument" in str(error):
+        raise PipelineError(
+            f"the optimizer asks for more than a training step can give it ({error}); beside "
+            "gradients, state and parameters it gets the loss, as value. Write an update "
+            "function (state, grads, aux) -> (state, metrics) that calls the optimizer."
+        ) from error
+    wanted: list[Any] = [
+        jax.tree.structure(jax.eval_shape(optimizer.init, state.params)),
+        jax.tree.structure(state.opt_state),
+    ]
+    if wanted[0] != wanted[1]:
+        raise PipelineError(
+            f"state.opt_state is not of this optimizer: its structure is {wanted[1]}, but the "
+            f"optimizer makes {wanted[0]}. Make a state with step.init(params)."
+        ) from error
+
+
+def _apart(tree: Any) -> Any:
+    """The same tree, in which no array occurs twice: its buffers may all be donated."""
+    seen: set[int] = set()
+
+    def once(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and id(leaf) in seen:
+            return jnp.array(leaf, copy=True)
+        seen.add(id(leaf))
+        return leaf
+
+    return jax.tree.map(once, tree)
 
 
 def _norm(tree: Any) -> jax.Array:

@@ -105,6 +105,7 @@ def test_version_is_printed(capsys):
         (["show", "1f1b", "-p", "0"], ["-p", ">= 1"]),
         (["show", "1f1b", "-o", "x.gif"], ["x.gif", ".svg", ".json"]),
         (["check", "missing.csv"], ["no file missing.csv"]),
+        (["check", "mine.yaml"], ["mine.yaml", ".json", ".csv"]),
     ],
 )  # fmt: skip
 def test_bad_input_is_exit_code_1_and_a_sentence(args, words, capsys):
@@ -172,6 +173,29 @@ def test_python_file_with_several_schedules_needs_a_name(own):
     assert read_source(f"{own}:other").__name__ == "other"
     with pytest.raises(ScheduleError, match="does not define nothing; it defines own, other"):
         read_source(f"{own}:nothing")
+
+
+def test_a_finished_schedule_beside_its_function_is_passed_over(own):
+    own.write_text(OWN + "\nmine = own(devices=2, microbatches=2)\n")
+    assert read_source(str(own)).__name__ == "own"
+    assert read_source(f"{own}:mine").devices == 2
+    with pytest.raises(ScheduleError, match="takes no options"):
+        read_source(f"{own}:mine(lag=2)")
+
+
+def test_a_schedule_of_a_file_may_be_given_options(own):
+    own.write_text(OWN.replace("microbatches):", "microbatches, lag=1):"))
+    assert read_source(f"{own}:own(lag=2)").keywords == {"lag": 2}
+
+
+def test_an_environment_that_asks_for_what_is_not_there_is_one_sentence(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxpipe.cli", "demo"],
+        env={**os.environ, "JAX_PLATFORMS": "nonsense"},
+        cwd=tmp_path, check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "JAX_PLATFORMS=nonsense" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_imported_schedules_are_not_the_files_own(own):

@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxpipe as jp
 from jaxpipe import F
@@ -144,11 +145,12 @@ def test_schedules_of_other_sizes_name_both_numbers():
     [
         (lambda p, b: loss(p, b) * jnp.ones(3), ["scalar", r"\(3,\)", "mean"]),
         (lambda p, b: (loss(p, b) > 0).astype(int), ["scalar|floating", "int32"]),
-        (lambda p, b: (loss(p, b), 1.0), ["has_aux=True"]),
+        (lambda p, b: (loss(p, b), 1.0), ["has_aux=True", 'reduce="weighted"']),
         (lambda p, b: {"loss": loss(p, b)}, ["scalar", "loss"]),
         (lambda p, b: None, ["scalar|None"]),
+        (lambda p, b: "loss", ["str", "'loss'", "no array"]),
     ],
-    ids=["vector", "integer", "pair", "dict", "None"],
+    ids=["vector", "integer", "pair", "dict", "None", "text"],
 )
 def test_a_loss_that_is_no_scalar_is_refused(fun, words):
     says(refusal(lambda: pipe(fun).value_and_grad(*make())), *words)
@@ -244,11 +246,185 @@ def test_parameters_of_another_tree_name_the_paths():
         ({"schedule": 7}, ["'1f1b'"]),
         ({"grad_dtype": "int32"}, ["floating"]),
         ({"memory_limit": "16GB"}, ["bytes"]),
+        ({"memory_limit": float("nan")}, ["positive", "nan"]),
+        ({"memory_limit": 0}, ["positive", "0"]),
+        ({"stages": 3.5}, ["stages=3.5"]),
+        ({"stages": []}, [r"stages=\[\]", "positive"]),
+        ({"residuals": None}, ["residuals=None", "min_cut"]),
+        ({"residuals": ["vjp", 3]}, ["3 is none of"]),
+        ({"grad_dtype": "complex64"}, ["floating"]),
+        ({"microbatches": True}, ["positive", "True"]),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )
 def test_options_are_looked_at_when_given(options, words):
     says(refusal(lambda: pipe(**options)), *words)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (P("model"), ["'model'", "no axis", r"\['data'\]"]),
+        (P("pipe"), ["'pipe'", "pipeline's axis"]),
+        (P(None, None, "data"), ["3 entries", "2 dimensions"]),
+        (P("data", "data"), ["'data' twice"]),
+        ("data", ["no jax.sharding.PartitionSpec"]),
+        ({"layers": [P(("data",), None)] * 3 + [P("data")], "odd": P("data")}, ["size 3", "2 dev"]),
+    ],
+)
+def test_a_layout_that_the_mesh_cannot_have_names_the_leaf(spec, words):
+    mesh = jax.make_mesh((2, 2), ("pipe", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    params, batch = make()
+    params["odd"] = jnp.ones(3)
+    text = refusal(
+        lambda: pipe(mesh=mesh, devices=2, param_specs=spec).value_and_grad(params, batch)
+    )
+    says(text, r"params\['(layers|odd)'\]", *words)
+
+
+def test_float64_sums_without_x64_are_refused():
+    text = refusal(lambda: pipe(grad_dtype="float64").value_and_grad(*make()))
+    says(text, "float64", "float32", "jax_enable_x64")
+
+
+def test_a_boundary_whose_result_is_not_used_is_told_from_none():
+    def forgotten(params, batch):
+        x = batch["x"]
+        for w in params["layers"]:
+            jp.stage_boundary(x)
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    text = refusal(lambda: pipe(forgotten).value_and_grad(*make()))
+    says(text, "1 segment", "4 more marks", r"test_errors\.py:\d+", r"x = jaxpipe\.stage_boundary")
+
+
+def test_many_microbatches_are_compared_with_the_batch_before_a_schedule_is_made():
+    says(refusal(lambda: pipe(microbatches=10**9).value_and_grad(*make())), "size 8", "1000000000")
+
+
+def test_lists_of_numbers_are_told_to_be_arrays():
+    params, batch = make()
+    text = refusal(lambda: pipe().value_and_grad(params, jax.tree.map(lambda a: a.tolist(), batch)))
+    says(text, r"batch\['x'\]\[0\]\[0\]", "one array")
+
+
+def test_a_method_is_refused_with_the_way_to_pipeline_it():
+    class Trainer:
+        def loss(self, params, batch):
+            return loss(params, batch)
+
+    says(refusal(lambda: pipe(Trainer.loss)), "Trainer.loss takes self", r"self\.loss = ")
+    params, batch = make()
+    assert pipe(Trainer().loss)(params, batch) == pipe()(params, batch)
+
+
+def test_attributes_of_the_function_do_not_reach_the_pipeline():
+    def own(params, batch):
+        return loss(params, batch)
+
+    own.mesh = own.options = own.workers = "mine"
+    assert pipe(own)(*make()) == pipe()(*make())
+
+
+def test_tracing_is_noticed_where_no_argument_is_traced():
+    f = pipe()
+    params, batch = make()
+    says(refusal(lambda: jax.jit(lambda x: f(params, batch) + x)(1.0)), "inside jax.jit")
+
+
+def test_without_jit_there_is_no_pipeline():
+    with jax.disable_jit():
+        says(refusal(lambda: pipe()(*make())), "jax_disable_jit", r"\.reference")
+
+
+def test_trees_cannot_be_placed_or_gathered_inside_a_transformation():
+    import optax
+
+    f = pipe()
+    params, batch = make()
+    f.lower(params, batch)
+    for call in (f.place, f.gather, f.train_step(optax.sgd(0.1)).init):
+        says(refusal(lambda call=call: jax.jit(call)(params)), "inside jax.jit")
+
+
+def test_shapes_alone_are_not_run():
+    import optax
+
+    f = pipe()
+    params, batch = make()
+    shapes = jax.eval_shape(lambda: params)
+    f.lower(shapes, batch)
+    for call in (
+        lambda: f(shapes, batch),
+        lambda: f.value_and_grad(shapes, batch),
+        lambda: f.place(shapes),
+        lambda: f.train_step(optax.sgd(0.1)).init(shapes),
+    ):
+        says(refusal(call), r"params\['layers'\]\[0\] is a jax.ShapeDtypeStruct", r"\.lower")
+
+
+def test_an_update_that_fails_or_moves_arrays_says_where():
+    import optax
+
+    def failing(state, grads, aux):
+        def check(_):
+            raise ValueError("not today")
+
+        jax.debug.callback(check, grads["layers"][2])
+        return state, {}
+
+    def moving(state, grads, aux):
+        layers = state.params["layers"]
+        return state.replace(params={"layers": layers[::-1]}), {}
+
+    f = pipe()
+    params, batch = make()
+    for update, words in (
+        (failing, ["Device 2 failed in the optimizer's update", "not today", "donate=False"]),
+        (moving, ["device 3", r"state\.params\['layers'\]\[0\]", "device 0", "scalars"]),
+    ):
+        step = f.train_step(update)
+        state = step.init(params, batch)
+        says(refusal(lambda step=step, state=state: step(state, batch)), *words)
+    adam, sgd = f.train_step(optax.adam(0.1)), f.train_step(optax.sgd(0.1))
+    text = refusal(lambda: adam(sgd.init(params, batch), batch))
+    says(text, "state.opt_state is not of this optimizer", "ScaleByAdamState")
+
+
+def test_deleted_arrays_are_named():
+    f = pipe()
+    params, batch = make()
+    params["layers"][2].delete()
+    says(refusal(lambda: f(params, batch)), r"params\['layers'\]\[2\]", "deleted")
+    params, batch = make()
+    batch["y"].delete()
+    says(refusal(lambda: f(params, batch)), r"batch\['y'\]", "deleted")
+    says(refusal(lambda: f.gather(batch)), r"tree\['y'\]", "deleted")
+
+
+def test_debug_nans_names_the_action_that_made_the_first_one():
+    f = pipe()
+    params, batch = make()
+    params["layers"][1] = params["layers"][1].at[0, 0].set(jnp.nan)
+    f(params, batch)
+    with jax.debug_nans(True):
+        text = refusal(lambda: f.value_and_grad(params, batch))
+    says(text, "Device 1 failed at 1F0", "nan in its results")
+    assert jnp.isnan(f(params, batch))
+
+
+def test_an_error_in_a_callback_is_told_without_the_frames_below_it():
+    def failing(params, batch):
+        def check(x):
+            raise ValueError("too large\nby 3")
+
+        jax.debug.callback(check, batch["x"])
+        return loss(params, batch)
+
+    text = refusal(lambda: pipe(failing)(*make()))
+    says(text, r"failed at \dF\d", "ValueError: too large\nby 3")
+    assert "File " not in text
 
 
 def test_residuals_list_of_another_length_names_both_numbers():
@@ -276,6 +452,36 @@ def test_a_training_step_says_what_it_takes():
 
     step = f.train_step(optax.sgd(0.1))
     says(refusal(lambda: step(params, batch)), "TrainState", r"step\.init\(params\)")
+    says(
+        refusal(lambda: f.train_step(optax.adam)), "adam makes an optimizer", r"optax\.adam\(1e-3\)"
+    )
+    says(refusal(lambda: f.train_step(lambda state: state)), "three arguments")
+    state = step.init(params, batch)
+    step(state, batch)
+    says(
+        refusal(lambda: step(state, batch)), r"state\.params", "state that it returned", "donate=F"
+    )
+
+
+@pytest.mark.parametrize(
+    ("update", "words"),
+    [
+        (lambda g, s, p=None, **_: None, [r"\(updates, state\)", "None"]),
+        (lambda g, s, p=None, **_: ({"w": 1.0}, s), ["another structure", "'w'"]),
+        (
+            lambda g, s, p=None, *, value_fn, **_: (g, s),
+            ["value_fn", "as value", "update function"],
+        ),
+    ],
+    ids=["None", "another tree", "asks for more"],
+)
+def test_optimizers_that_cannot_work_are_told(update, words):
+    import optax
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+    step = pipe().train_step(optimizer)
+    params, batch = make()
+    says(refusal(lambda: step(step.init(params), batch)), *words)
 
 
 def test_failing_calls_leave_the_pipeline_usable():

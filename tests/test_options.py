@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -296,6 +299,120 @@ def test_bf16_parameters_accumulate_in_grad_dtype():
     for ours, theirs in zip(grads["w"], reference[1]["w"], strict=True):
         assert ours.dtype == theirs.dtype
         np.testing.assert_allclose(ours, theirs, atol=2e-2 * float(jnp.max(jnp.abs(theirs))))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_values_of_parameters_alone_and_no_batch_may_cross_boundaries(schedule):
+    def loss(params):
+        x = params["w"][0]
+        for w in params["w"][1:]:
+            x = jp.stage_boundary(jnp.tanh(x @ w))
+        return jnp.mean(x**2)
+
+    keys = jax.random.split(jax.random.key(1), 9)
+    params = {"w": [jax.random.normal(k, (D, D)) / 2 for k in keys]}
+    got = pipe(loss, schedule=schedule).value_and_grad(params)
+    assert_close(got, jax.value_and_grad(loss)(params))
+
+
+def test_complex_parameters_keep_complex_sums():
+    def loss(params, batch):
+        x = batch["x"].astype(jnp.complex64)
+        for i, w in enumerate(params["w"]):
+            x = (jp.stage_boundary(x) if i else x) @ w
+        return jnp.mean(jnp.abs(x) ** 2)
+
+    params = {"w": [jnp.eye(D) * (1 + 0.5j) + 0.1 for _ in range(4)]}
+    batch = make_batch()
+    f = pipe(loss, grad_dtype=jnp.float32)
+    (value, grads), (want, theirs) = (
+        f.value_and_grad(params, batch), jax.value_and_grad(loss)(params, batch)
+    )  # fmt: skip
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    for ours, plain in zip(grads["w"], theirs["w"], strict=True):
+        assert ours.dtype == jnp.complex64
+        np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_integers_may_be_numpys_and_lists_any_iterable():
+    params, batch = make_params(), make_batch()
+    f = pipe(mean_loss, m=np.int64(M))
+    plain = f.value_and_grad(params, batch)
+    counts = [len(stage.segments) for stage in f.lower(params, batch).stage_graph.stages]
+    for options in (
+        {"microbatches": jnp.array(M)},
+        {"stages": np.array(counts)},
+        {"stages": (n for n in counts)},
+        {"microbatch_axes": np.int64(0)},
+    ):
+        assert_equal(f.replace(**options).value_and_grad(params, batch), plain)
+
+
+def test_predicted_times_of_schedules_with_more_stages_can_be_compared():
+    keys = jax.random.split(jax.random.key(1), 8)
+    params = [jax.random.normal(k, (D, D)) for k in keys]
+
+    def loss(params, x):
+        for i, w in enumerate(params):
+            x = jp.stage_boundary(x) if i else x
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    f = pipe(loss, schedule="1f1b", m=8)
+    x = jnp.ones((8, D))
+    times = {s: f.replace(schedule=s).lower(params, x).simulate() for s in ("1f1b", "interleaved")}
+    assert sum(times["1f1b"].busy) == pytest.approx(sum(times["interleaved"].busy), rel=0.1)
+    assert times["interleaved"].makespan < times["1f1b"].makespan
+    assert "unit of time" in str(times["1f1b"])
+
+
+def test_boundaries_names_are_in_the_stage_table():
+    def loss(params, x):
+        for i, w in enumerate(params):
+            x = jp.stage_boundary(x, name=f"block {i}") if i else x
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    table = str(pipe(loss).lower([jnp.eye(D)] * 4, jnp.ones((M, D))))
+    assert all(f"block {i}" in table for i in (1, 2, 3))
+
+
+def test_a_mesh_that_was_set_does_not_matter():
+    params, batch = make_params(), make_batch()
+    f = pipe(mean_loss)
+    want = f.value_and_grad(params, batch)
+    for mesh in (pipe_mesh(4), jax.make_mesh((2, 2), ("a", "b"))):
+        g = pipe(mean_loss)
+        with jax.set_mesh(mesh):
+            got = g.value_and_grad(params, batch)
+            assert g.lower(params, batch).memory_with_temporaries()
+            g.gather(g.place(params))
+            assert jax.sharding.get_mesh() == mesh
+        assert_equal(got, want)
+
+
+def test_arrays_that_the_function_closes_over_are_copied():
+    table = np.ones((D, D), np.float32)
+
+    def loss(params, batch):
+        return mean_loss(params, batch) + jnp.sum(batch["x"] @ table)
+
+    params, batch = make_params(), make_batch()
+    f = pipe(loss)
+    want = f.value_and_grad(params, batch)
+    table[...] = 5.0
+    assert_equal(f.value_and_grad(params, batch), want)
+
+
+def test_copies_of_a_pipeline_are_pipelines_of_their_own():
+    params, batch = make_params(), make_batch()
+    f = pipe(mean_loss)
+    want = f.value_and_grad(params, batch)
+    pickled = pickle.dumps(jp.pipeline(mean_loss, schedule="1f1b", microbatches=M))
+    whole = pickle.loads(pickled).replace(mesh=pipe_mesh(4))
+    for again in (copy.copy(f), copy.deepcopy(f), whole):
+        assert again.workers is not f.workers
+        assert_equal(again.value_and_grad(params, batch), want)
 
 
 def test_nans_flow_as_in_plain_jax():

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpipe import cli
+from jaxpipe import Schedule, cli
+from jaxpipe.schedule_source import read_source
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -44,6 +45,24 @@ def test_schedule_of_the_readme_trains_its_model(tmp_path):
 def test_first_lines_of_the_readme_are_the_two_commands():
     commands = re.findall(r"^    (pip install .*)$", README, flags=re.MULTILINE)
     assert commands == ["pip install . && jaxpipe demo", "pip install -e '.[test]' && pytest"]
+
+
+def test_files_of_the_page_on_schedule_files_can_be_read(tmp_path):
+    page = (ROOT / "docs/schedule_files.md").read_text()
+    blocks = re.findall(
+        r"^## `(\.\w+)`[^\n]*\n\n(?:\S[^\n]*\n)*\n?((?:    [^\n]*\n)+)", page, re.MULTILINE
+    )
+    assert [ending for ending, _ in blocks] == [".txt", ".json", ".csv"]
+    for ending, text in blocks:
+        (tmp_path / f"a{ending}").write_text(re.sub("^    ", "", text, flags=re.MULTILINE))
+        schedule = Schedule.load(tmp_path / f"a{ending}")
+        schedule.check()
+        assert (schedule.devices, schedule.microbatches) == (2, 2)
+
+
+def test_the_own_schedule_of_the_readme_is_the_one_of_its_file(tmp_path):
+    (tmp_path / "my_schedule.py").write_text(BLOCKS[1])
+    assert read_source(str(tmp_path / "my_schedule.py")).__name__ == "patient_1f1b"
 
 
 def test_files_that_the_readme_names_exist():

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jaxpipe as jp
-from tests.meshes import assert_equal, pipe_mesh
+from tests.meshes import assert_close, assert_equal, pipe_mesh
 
 D, ROWS, M = 8, 12, 3
 RATE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 20)
@@ -215,6 +215,46 @@ def test_an_update_function_of_ones_own_sees_state_grads_and_aux():
     ):
         for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_optimizers_get_the_loss_as_value():
+    def scale_by_loss(updates, state, params=None, *, value, **_):
+        return jax.tree.map(lambda u: -0.1 * value * u, updates), state + value
+
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.GradientTransformationExtraArgs(lambda p: jnp.zeros(()), scale_by_loss),
+    )
+    f = pipe()
+    params, batch = make_params() | {"count": jnp.float32(3)}, make_batch()
+    step = f.train_step(optimizer)
+    state = step.init(params, batch)
+    state, metrics = step(state, batch)
+    value, grads = f.value_and_grad(params, batch)
+    changes, opt_state = optimizer.update(grads, optimizer.init(params), params, value=value)
+    assert float(metrics["loss"]) == float(value)
+    assert_close(f.gather(state.params), optax.apply_updates(params, changes))
+    assert_close(f.gather(state.opt_state), opt_state)
+
+
+def test_an_array_that_occurs_twice_in_a_state_is_copied():
+    f = pipe()
+    params, batch = make_params(), make_batch()
+    f.lower(params, batch)
+    placed = f.place(params)
+    placed["layers"] = [placed["layers"][0]] * 4
+    optimizer = optax.sgd(0.1)
+    again = jp.TrainState(jnp.int32(0), jax.tree.map(jnp.copy, placed), optimizer.init({}))
+    step = f.train_step(optimizer)
+    first, _ = step(jp.TrainState(jnp.int32(0), placed, optimizer.init({})), batch)
+    second, _ = step(again, batch)
+    assert_equal(f.gather(first.params), f.gather(second.params))
+
+
+def test_a_state_has_replace_as_flaxs_has():
+    state = pipe().train_step(optax.sgd(0.1)).init(make_params(), make_batch())
+    assert int(state.replace(step=jnp.int32(7)).step) == 7
+    assert state.replace(step=3).params is state.params
 
 
 def test_random_keys_reach_the_loss_of_a_training_step():

@@ -171,8 +171,11 @@ def put_copy(array: Any, sharding: Sharding) -> jax.Array:
 
     `jax.device_put` heeds ``may_alias=False`` from one device to one device only: to or from an
     array replicated over several, the copy on a device that already has the array shares its
-    buffer (tried, jax 0.10.2 and 0.12).
+    buffer; and a NumPy array's memory is shared on CPU where it is aligned (tried, jax 0.10.2 and
+    0.12).
     """
+    if isinstance(array, np.ndarray):
+        array = array.copy()
     if len(sharding.device_set) > 1:
         return jax.device_put(jnp.array(array, copy=True), sharding)
     if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1:

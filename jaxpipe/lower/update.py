@@ -17,14 +17,23 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpipe.errors import PipelineError
+from jaxpipe.errors import PipelineError, error_in_words
 from jaxpipe.lower.compile import Job, JobTable, compile_jobs
-from jaxpipe.lower.flatten_update import ALL, Flattened, TracedUpdate, flatten_update, trace_update
+from jaxpipe.lower.flatten_update import (
+    ALL,
+    NEVER,
+    Flattened,
+    TracedUpdate,
+    arrives,
+    flatten_update,
+    trace_update,
+)
 from jaxpipe.lower.owners import UNKNOWN, find_owners, merge, split_float
 from jaxpipe.lower.part_program import Signature, fingerprint, part_function, sign
 from jaxpipe.lower.rounds import HOME, Part, Rounds, divide
@@ -112,14 +121,25 @@ class UpdatePlan:
                     registers[register] = array
             elif pool is None or len(group) == 1:
                 for call in group:
-                    _run(call, registers)
+                    _attempt(call, partial(_run, call, registers))
             else:
-                for done in [pool.submit(_run, call, registers) for call in group]:
-                    done.result()
+                for call, done in [(c, pool.submit(_run, c, registers)) for c in group]:
+                    _attempt(call, done.result)
         return [
             registers[where[0]] if len(where) == 1 else tuple(registers[i] for i in where)
             for where in self.outputs
         ]
+
+
+def _attempt(call: Call, action: Callable[[], None]) -> None:
+    try:
+        action()
+    except Exception as error:
+        raise PipelineError(
+            f"Device {call.device} failed in the optimizer's update: {error_in_words(error)} "
+            "Leaves of the state may have been overwritten by then: go on from a checkpoint, or "
+            "give donate=False to jaxpipe.pipeline to keep every state until the next one is there."
+        ) from error
 
 
 def _run(call: Call, registers: list[Any]) -> None:
@@ -155,9 +175,28 @@ def plan_update(
         )
     found = find_owners(traced, owners, home=home)
     flat = flatten_update(traced, found)
+    _refuse_moves(traced, flat, found, len(submeshes))
     rounds = divide(flat, found, traced.state_leaves, len(submeshes), home)
     planner = _Planner(traced, flat, rounds, found, tuple(submeshes), specs, home, donate)
     return planner.plan(copies or {})
+
+
+def _refuse_moves(
+    traced: TracedUpdate, flat: Flattened, owners: Sequence[int], devices: int
+) -> None:
+    """Raise `PipelineError` where an array of one device would become a state leaf of another."""
+    for leaf, atom in enumerate(flat.outputs[: traced.state_leaves]):
+        if not isinstance(atom, int):
+            continue
+        place, owner = flat.places[atom], owners[leaf]
+        homes = range(devices) if owner == ALL else [owner]
+        if any(arrives(place, device) == NEVER for device in homes):
+            where = "every device" if owner == ALL else f"device {owner}"
+            raise PipelineError(
+                f"the update puts an array of device {place.device} into {traced.paths[leaf]}, "
+                f"which is on {where}; between devices only scalars travel in an update. Move the "
+                "array outside of the step, or keep it with the parameters of its own stage."
+            )
 
 
 class _Planner:

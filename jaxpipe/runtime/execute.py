@@ -12,7 +12,6 @@ the caller, as itself. This file knows no optimizers and no trees.
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any
 import jax
 
 from jaxpipe.capture.ir import StageGraph
-from jaxpipe.errors import PipelineError
+from jaxpipe.errors import PipelineError, error_in_words
 from jaxpipe.lower.compile import Callee, Executables
 from jaxpipe.lower.jobs import is_cut
 from jaxpipe.lower.microbatch import Axes
@@ -89,11 +88,12 @@ class Engine:
         self._end = _compiled_phase([t.end for t in self.tapes])
         self._whole = _compiled_phase([[*t.begin, *t.body, *t.end] for t in self.tapes])
         self.weighted = any(t.weight >= 0 for t in self.tapes)
-        self._done: SimpleQueue[_Failure | None] = SimpleQueue()
-        self._broken = [False]
+        self._sound = True  # nothing of an earlier phase is under way or left in channels
 
     def load(self, params: Sequence[jax.Array], batch: Sequence[Any]) -> None:
         """Put placed parameters, and the batch cut into microbatches, into the devices' slots."""
+        if not self._sound:  # a step was broken off, and the mending after it too
+            self._mend()
         for tape, cutter in zip(self.tapes, self._cutters, strict=True):
             slots = tape.slots
             for leaf, slot in zip(tape.leaves, tape.params, strict=True):
@@ -154,55 +154,63 @@ class Engine:
 
     def phase(self, phase: _CompiledPhase) -> None:
         """Walk one list of operations per device, each in its thread; returns when all are done."""
-        self._broken[0] = False
-        done = self._done
-        jobs = [
-            _walker(device, ops, origins, self._broken, self.transport, done)
-            for device, (ops, origins) in enumerate(phase)
-        ]
-        self.workers.submit([under_callers_checks(job) for job in jobs])
-        left = len(jobs)
+        broken: list[bool] = [False]
+        done: SimpleQueue[_Failure | None] = SimpleQueue()  # of this phase alone
         failures: list[_Failure] = []
+        self._sound = False
         try:
-            while left:
+            self.workers.submit(
+                [
+                    under_callers_checks(
+                        _walker(device, ops, origins, broken, self.transport, done)
+                    )
+                    for device, (ops, origins) in enumerate(phase)
+                ]
+            )
+            for _ in phase:
                 failure = done.get()
-                left -= 1
                 if failure is not None:
                     failures.append(failure)
         except BaseException:  # KeyboardInterrupt: break off, then let it through
-            self._broken[0] = True
-            self.transport.cancel()
-            for _ in range(left):
-                done.get()
+            broken[0] = True
             self._mend()
             raise
         if failures:
             self._mend()
             first = failures[0]
             raise PipelineError(self._describe(first)) from first.error
+        self._sound = True
 
     def _mend(self) -> None:
-        self.clear()
+        """Make the engine fit for the next step after one that was broken off."""
+        self.transport.cancel()
+        self.workers.settle()
         self.transport.reset()
+        self.clear()
+        self._sound = True
+
+    def refuse_reentry(self) -> None:
+        """Raise `PipelineError` where a step of this pipeline is under way in the calling thread.
+
+        That is a callback within a stage, which may be called by a thread of ours or of XLA's own:
+        it would wait for the step that waits for it.
+        """
+        thread = threading.current_thread()
+        of_xla = isinstance(thread, threading._DummyThread) and self.lock.locked()
+        if of_xla or self.workers.serves(thread):
+            raise PipelineError(
+                "a pipelined function was called by a callback within one of its own stages, whose "
+                "step would wait for the callback and the callback for the step. Call the plain "
+                "function, .reference, or another pipeline there."
+            )
 
     def _describe(self, failure: _Failure) -> str:
         origin = failure.origin
         what = origin if isinstance(origin, str) else describe(origin, self.graph)
         return (
-            f"Device {failure.device} failed at {what}: {_message(failure.error)}. "
+            f"Device {failure.device} failed at {what}: {error_in_words(failure.error)} "
             "The step was cancelled on all devices."
         )
-
-
-def _message(error: BaseException) -> str:
-    """An error in words; of a callback's traceback that XLA put into it, the error alone."""
-    kind = type(error).__name__
-    if kind == "InternalFloatingPointError":  # of jax.debug_nans and jax.debug_infs
-        return f"there is a {error.args[-1]} in its results"
-    text = str(error).strip() or "no message"
-    before, _, traceback = text.partition("Traceback (most recent call last):\n")
-    raised = re.split(r"^  File .*\n(?:    .*\n)*", traceback, flags=re.MULTILINE)[-1].strip()
-    return f"{kind}: {before + raised if raised else text}"
 
 
 _CompiledPhase = tuple[tuple[tuple[Op, ...], tuple[Origin, ...]], ...]

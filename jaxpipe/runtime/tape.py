@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-import jax
-
 from jaxpipe.capture.ir import Stage, StageGraph
 from jaxpipe.lower.compile import Callee, Role
+from jaxpipe.lower.place import put_copy
 from jaxpipe.runtime.transport import Channel, Transport
 from jaxpipe.scheduling.actions import Action
 from jaxpipe.scheduling.instructions import Accumulate, Free, Instruction, Recv, Run, Send
@@ -146,7 +145,7 @@ class _Assembler:
             own = [at[leaf] for leaf in stage.params]
             fixed = self._new(len(stage.constants))
             for slot, array in zip(fixed, stage.constants, strict=True):
-                tape.slots[slot] = jax.device_put(array, self.shardings[self.tape.device])
+                tape.slots[slot] = put_copy(array, self.shardings[self.tape.device])
             constants.update(fixed)
             own += fixed
             if stage.prologue is not None:

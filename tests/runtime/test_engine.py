@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from queue import SimpleQueue
 
 import jax
 import numpy as np
@@ -240,25 +241,16 @@ def test_keyboard_interrupt_cancels_and_the_engine_survives(monkeypatch):
     engine = engine_of(one_f_one_b(2, 4))
     params, data = arrays(2, 4)
     expected = step(engine, params, data)
-    real = engine._done
 
-    class Interrupted:
-        raised = False
-
-        def put(self, item):
-            real.put(item)
-
+    class Interrupted(SimpleQueue):
         def get(self):
-            if not self.raised:
-                self.raised = True
-                raise KeyboardInterrupt
-            return real.get()
+            monkeypatch.undo()
+            raise KeyboardInterrupt
 
-    engine._done = Interrupted()
+    monkeypatch.setattr("jaxpipe.runtime.execute.SimpleQueue", Interrupted)
     load(engine, params, data)
     with pytest.raises(KeyboardInterrupt):
         engine.run()
-    engine._done = real
     assert step(engine, params, data)[0] == expected[0]
 
 

@@ -3,6 +3,7 @@
 import functools
 import inspect
 
+import numpy as np
 import pytest
 
 from jaxpipe import schedules
@@ -226,6 +227,31 @@ def test_bad_sizes_and_options_are_refused(arguments, words):
     assert "it takes none" in refusal(one_f_one_b, 1, 1, chunks=2)
 
 
+def test_numbers_may_be_numpys_and_a_failing_count_of_stages_is_told():
+    @schedule(placement=lambda devices: tuple(np.arange(devices)))
+    def own(device, devices, microbatches):
+        yield from map(F, np.arange(microbatches))
+        yield from map(B, np.arange(microbatches))
+
+    assert own(np.int64(2), np.int32(2)).placement == (0, 1)
+    assert all(type(device) is int for device in own(2, 2).placement)
+
+    @schedule(stages=lambda devices: 1 // 0)
+    def broken(device, devices, microbatches):
+        yield F(0)
+
+    assert "number of stages raised ZeroDivisionError" in refusal(broken, 1, 1)
+
+
+def test_what_is_no_generator_function_is_refused():
+    for given in (3, int, "F"):
+        assert "decorates a generator function" in refusal(schedule, given)
+
+
+def test_the_library_says_how_options_are_given():
+    assert "get('interleaved')(" in refusal(schedules.get, "interleaved(chunks=4)")
+
+
 def test_kinds_are_letters_and_make_actions():
     assert (F, B, I, W) == ("F", "B", "I", "W")
     assert repr((F, B)) == "(F, B)"
@@ -255,6 +281,10 @@ def test_resolve_takes_every_way_of_naming_a_schedule():
         ("interleaved(chunks=1)(2)", "cannot be read"),
         ("interleaved(chunk=4)", "did you mean chunks?"),
         (3, "3 is no schedule"),
+        ("mine.json", "Schedule.load"),
+        ("some/mine.py", "import the schedule function"),
+        ("0F0 0B0\n1F0 1B0", "Schedule.parse"),
+        ("zb_h1(costs=3)", "costs are jaxpipe.Costs"),
         (one_f_one_b(2, 3), "is for 2 devices, but 4 devices are asked for"),
         (one_f_one_b(4, 3), "is for 3 microbatches, but 8 microbatches are asked for"),
         (lambda devices, microbatches: 5, "is 5, not a Schedule"),

@@ -244,3 +244,17 @@ def test_grid_of_a_deadlock_is_refused():
 
 def test_actions_read_and_print():
     assert repr(Action(12, "W", 3)) == str(Action(12, "W", 3)) == "12W3"
+
+
+def test_comments_and_paths_that_are_none(tmp_path):
+    text = "# two devices\n0F0 0B0\n  # the last\n1F0 1B0\n"
+    assert Schedule.parse(text) == Schedule.parse("0F0 0B0\n1F0 1B0")
+    with pytest.raises(ScheduleError, match="line 3, column 5"):
+        Schedule.parse("# a\n0F0 0B0\n1F0 x")
+    for call, words in (
+        (lambda: Schedule.parse(3), "is a str, not 3"),
+        (lambda: Schedule.load(3), "a str or a Path, not 3"),
+        (lambda: Schedule.parse("0F0 0B0").save(tmp_path / "no" / "a.json"), "cannot be written"),
+    ):
+        with pytest.raises(ScheduleError, match=words):
+            call()

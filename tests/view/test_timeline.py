@@ -42,6 +42,19 @@ def test_another_ending_is_refused_with_those_there_are(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("text", ["0F0 0B0", "0F0 3F0 3B0 0I0 0W0\n1F0 2F0 2I0 2W0 1B0"])
+def test_the_legend_is_inside_the_picture(text):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure = draw(Schedule.parse(text).simulate())
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    (legend,) = figure.legends
+    box, whole = legend.get_window_extent(renderer), figure.bbox
+    assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0
+    label = figure.axes[0].xaxis.label.get_window_extent(renderer)
+    assert not box.overlaps(label)
+
+
 @pytest.mark.parametrize("name", schedules.names())
 def test_every_action_has_a_bar_of_its_time_on_its_device(name):
     timeline = schedules.get(name)(3, 5).simulate(Costs(F=1, I=2, W=0.5, latency=0.25))
