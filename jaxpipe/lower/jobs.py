@@ -64,7 +64,7 @@ def step_jobs(
         _add_accumulators(table, funs, graph, layout, device, tuple(trained), weighted)
         specs = run_specs(graph, instructions)
         _add_cut(table, funs, layout, device, specs, microbatches, batch, axes)
-        _add_join(table, graph, layout, device, specs, microbatches, rules)
+        _add_join(table, funs, graph, layout, device, specs, microbatches, rules)
     return table
 
 
@@ -109,7 +109,9 @@ def _add_cut(
         lambda: Job(
             name="cut the batch",
             fun=funs.get(
-                ("cut", positions), "cut_batch", lambda: cutter(cut_axes, keys, microbatches)
+                ("cut", cut_axes, keys),
+                "cut_batch",
+                lambda: cutter(cut_axes, keys, microbatches),
             ),
             avals=tuple(_struct(batch[p]) for p in positions),
             in_shardings=(whole,) * len(positions),
@@ -120,6 +122,7 @@ def _add_cut(
 
 def _add_join(
     table: JobTable,
+    funs: _Functions,
     graph: StageGraph,
     layout: Layout,
     device: int,
@@ -132,6 +135,7 @@ def _add_join(
     if not own:
         return
     avals = [graph.bundles[graph.outputs[k][0]][graph.outputs[k][1]] for k in own]
+    own_rules = tuple(rules[k] for k in own)
     whole = layout.replicated[device]
     table.add(
         device,
@@ -139,7 +143,9 @@ def _add_join(
         ("join", device),
         lambda: Job(
             name="join outputs",
-            fun=joiner([rules[k] for k in own], microbatches),
+            fun=funs.get(
+                ("join", own_rules), "join_outputs", lambda: joiner(own_rules, microbatches)
+            ),
             avals=tuple(_struct(a) for a in avals for _ in range(microbatches)),
             in_shardings=(whole,) * (len(own) * microbatches),
             out_shardings=whole,
