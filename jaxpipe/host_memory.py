@@ -13,6 +13,7 @@ never does.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 
 # From malloc.h of glibc.
@@ -33,5 +34,7 @@ def keep_freed_memory() -> bool:
     if mallopt is None or not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
         return False
     largest = 2**31 - 1  # bytes of free memory at the top of the heap that are not given back
-    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, largest), (_M_ARENA_MAX, 1))
+    # Freed memory stays where its arena is, so arenas are few; one alone makes threads queue.
+    arenas = os.cpu_count() or 1
+    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, largest), (_M_ARENA_MAX, arenas))
     return all(mallopt(name, value) == 1 for name, value in settings)

@@ -404,6 +404,27 @@ def test_arrays_that_the_function_closes_over_are_copied():
     assert_equal(f.value_and_grad(params, batch), want)
 
 
+def test_a_gradient_of_parameters_alone_may_close_over_arrays():
+    table = np.arange(1.0, D * D + 1, dtype=np.float32).reshape(D, D) / D
+
+    @jax.custom_vjp
+    def scaled(w):
+        return w * 2
+
+    scaled.defvjp(lambda w: (scaled(w), None), lambda _, g: (g * table,))
+
+    def loss(params, batch):
+        x = batch["x"]
+        for i, w in enumerate(params):
+            x = jnp.tanh((jp.stage_boundary(x) if i else x) @ scaled(w))
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    params = [jax.random.normal(k, (D, D)) / 4 for k in jax.random.split(jax.random.key(0), 4)]
+    for schedule in SCHEDULES[:2]:
+        got = pipe(loss, schedule=schedule).value_and_grad(params, make_batch())
+        assert_close(got, jax.value_and_grad(loss)(params, make_batch()))
+
+
 def test_copies_of_a_pipeline_are_pipelines_of_their_own():
     params, batch = make_params(), make_batch()
     f = pipe(mean_loss)

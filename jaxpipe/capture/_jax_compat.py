@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -105,8 +105,14 @@ def parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return inner, tuple(getattr(jaxpr, "consts", ()))
 
 
-def closed_jaxpr(invars: Sequence[Var], eqns: Sequence[Equation], outvars: Sequence[Atom]) -> Any:
-    """A closed jaxpr without constants."""
+def closed_jaxpr(
+    invars: Sequence[Var],
+    eqns: Sequence[Equation],
+    outvars: Sequence[Atom],
+    constants: Mapping[Var, Any] | None = None,
+) -> Any:
+    """A closed jaxpr, over the arrays ``constants`` if there are any."""
+    held = dict(constants or {})
     effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
     like = _empty_jaxpr()
     debug = like.debug_info
@@ -114,8 +120,8 @@ def closed_jaxpr(invars: Sequence[Var], eqns: Sequence[Equation], outvars: Seque
         arg_names=tuple(f"x{i}" for i in range(len(invars))),
         result_paths=tuple(f"y{i}" for i in range(len(outvars))),
     )
-    jaxpr = jex.Jaxpr([], list(invars), list(outvars), list(eqns), effects, debug)
-    return jex.ClosedJaxpr(jaxpr, ())
+    jaxpr = jex.Jaxpr(list(held), list(invars), list(outvars), list(eqns), effects, debug)
+    return jex.ClosedJaxpr(jaxpr, tuple(held.values()))
 
 
 @functools.cache

@@ -7,7 +7,7 @@ make a closed jaxpr of one (`close`). Nothing here knows of boundaries, stages o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,14 +148,22 @@ def substitute(eqns: Iterable[Equation], env: dict[Var, Atom]) -> list[Equation]
     ]
 
 
-def close(invars: Sequence[Var], eqns: Sequence[Equation], outvars: Sequence[Atom]) -> Any:
+def close(
+    invars: Sequence[Var],
+    eqns: Sequence[Equation],
+    outvars: Sequence[Atom],
+    constants: Mapping[Var, Any] | None = None,
+) -> Any:
     """A closed jaxpr whose results are all buffers of its own.
 
     A result that is an argument, a literal, or a repeated result is copied, so that every result
-    has memory of its own and may be freed or donated by itself.
+    has memory of its own and may be freed or donated by itself. ``constants``: arrays that it may
+    close over.
     """
+    known = constants or {}
+    held = {v: known[v] for v in free_variables(eqns, outvars) if v in known}
     eqns = list(eqns)
-    taken = set(invars)
+    taken = {*invars, *held}
     results: list[Atom] = []
     for atom in outvars:
         if is_var(atom) and atom not in taken:
@@ -165,7 +173,7 @@ def close(invars: Sequence[Var], eqns: Sequence[Equation], outvars: Sequence[Ato
             copy = compat.new_equation(prims.copy_p, [atom], {}, atom.aval)
             eqns.append(copy)
             results.append(copy.outvars[0])
-    return compat.closed_jaxpr(invars, eqns, results)
+    return compat.closed_jaxpr(invars, eqns, results, held)
 
 
 def nbytes(aval: Any) -> int:

@@ -140,9 +140,8 @@ def epilogue_jaxpr(
         for avals in ([v.aval for v in params], [v.aval for v in constants], accumulator_avals)
     ]
     flat = flatten(jax.make_jaxpr(epilogue)(*shapes))
-    if flat.constants:
-        raise NotImplementedError("a prologue whose transpose closes over arrays")
-    return close(flat.invars, prune(flat.eqns, flat.outvars), flat.outvars), tuple(positions)
+    eqns = prune(flat.eqns, flat.outvars)
+    return close(flat.invars, eqns, flat.outvars, flat.constants), tuple(positions)
 
 
 def _depends_on(eqns: Sequence[Equation], sources: set[Var], wanted: Sequence[Var]) -> set[Var]:

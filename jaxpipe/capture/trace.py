@@ -20,7 +20,7 @@ from jax.extend.core import primitives as prims
 from jaxpipe.capture import _jax_compat as compat
 from jaxpipe.capture._jax_compat import Atom, Equation, Var
 from jaxpipe.capture.boundary import stage_boundary_p
-from jaxpipe.capture.flat import Flat, flatten, is_var, nbytes, prune, sub_jaxprs
+from jaxpipe.capture.flat import Flat, flatten, is_var, prune, sub_jaxprs
 from jaxpipe.capture.flops import flops
 from jaxpipe.errors import PipelineError
 
@@ -35,14 +35,13 @@ class Segment:
     """The part of the model between two boundaries.
 
     ``lines``: where it is in the user's source. ``name``: the name of the boundary that opens it.
-    ``flops``: forward operations for one microbatch. ``param_nbytes``: bytes of parameters read.
+    ``flops``: forward operations for one microbatch.
     """
 
     index: int
     lines: str
     name: str | None
     flops: float
-    param_nbytes: int
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def trace(fun: Callable, args: Sequence[Any], *, param_argnum: int = 0) -> Trace
         flat=located.flat,
         segment_of=located.segment_of,
         depends=located.depends,
-        segments=_describe(located, num_params),
+        segments=_describe(located),
         param_avals=tuple(avals[:num_params]),
         param_paths=tuple(jax.tree_util.keystr(p) for p, _ in paths_and_leaves),
         batch_avals=tuple(avals[num_params:]),
@@ -242,16 +241,14 @@ def _resolve(alias: dict[Var, Atom], atom: Atom) -> Atom:
     return alias.get(atom, atom) if is_var(atom) else atom
 
 
-def _describe(located: _Located, num_params: int) -> tuple[Segment, ...]:
+def _describe(located: _Located) -> tuple[Segment, ...]:
     flat, marks = located.flat, located.marks
-    params = {v: i for i, v in enumerate(flat.invars[:num_params])}
     members: list[list[Equation]] = [[] for _ in range(len(marks) + 1)]
     for eqn, where in zip(flat.eqns, located.segment_of, strict=True):
         if where is not None:
             members[where].append(eqn)
     segments = []
     for index, eqns in enumerate(members):
-        used = {a for e in eqns for a in e.invars if is_var(a) and a in params}
         opener = marks[index - 1] if index else None
         segments.append(
             Segment(
@@ -259,7 +256,6 @@ def _describe(located: _Located, num_params: int) -> tuple[Segment, ...]:
                 lines=source_range(([opener] if opener else []) + eqns),
                 name=opener.params["name"] if opener else None,
                 flops=flops(eqns),
-                param_nbytes=sum(nbytes(v.aval) for v in used),
             )
         )
     return tuple(segments)

@@ -36,7 +36,7 @@ def group(
       PipelineError: for too few segments, or counts that do not fit the model or the schedule.
 
     >>> from jaxpipe.capture.trace import Segment
-    >>> group([Segment(i, "", None, cost, 0) for i, cost in enumerate([1, 1, 1, 3])], 2)
+    >>> group([Segment(i, "", None, cost) for i, cost in enumerate([1, 1, 1, 3])], 2)
     (3, 1)
     """
     n = len(segments)

@@ -12,7 +12,7 @@ from jaxpipe.plan import balance, group
 
 
 def segments(costs):
-    return [Segment(i, f"model.py:{10 + i}", f"block{i}", c, 0) for i, c in enumerate(costs)]
+    return [Segment(i, f"model.py:{10 + i}", f"block{i}", c) for i, c in enumerate(costs)]
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.data())
