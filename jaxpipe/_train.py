@@ -9,7 +9,6 @@ one array replicated over the mesh.
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -22,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpipe._calls import read_call, refuse_deleted, refuse_shapes, refuse_tracing, struct
 from jaxpipe._context import outside_meshes
+from jaxpipe._optimizer import check_update_function, is_optimizer, update_of
 from jaxpipe._options import config_key
 from jaxpipe._reference import is_trained
 from jaxpipe._run import bring, gradients
@@ -79,10 +79,10 @@ class TrainStep:
 
     def __init__(self, pipelined: Pipelined, update: Any) -> None:
         self.pipelined = pipelined
-        self.optimizer = update if _is_optax(update) else None
+        self.optimizer = update if is_optimizer(update) else None
         if self.optimizer is None:
-            _check_update_function(update)
-        self.update: Callable = _optax_update(update) if self.optimizer is not None else update
+            check_update_function(update)
+        self.update: Callable = update_of(update) if self.optimizer is not None else update
         self._updates: dict[Any, _Update] = {}
         self._lock = threading.RLock()
         self._copies: dict[int, tuple[jax.Array, tuple[jax.Array, ...]]] = {}
@@ -298,88 +298,6 @@ def _strong(leaf: Any) -> jax.Array:
     return jnp.asarray(leaf, jnp.result_type(leaf))
 
 
-def _check_update_function(update: Any) -> None:
-    wanted = "an optax optimizer or a function update(state, grads, aux) -> (state, metrics)"
-    if not callable(update):
-        raise PipelineError(f"train_step takes {wanted}, not {update!r}.")
-    name = getattr(update, "__name__", repr(update))
-    if str(getattr(update, "__module__", "")).split(".")[0] == "optax":
-        raise PipelineError(
-            f"train_step takes {wanted}, but {name} makes an optimizer; call it first, for "
-            f"example optax.{name}(1e-3)."
-        )
-    try:
-        inspect.signature(update).bind(None, None, None)
-    except TypeError as error:
-        raise PipelineError(
-            f"train_step takes {wanted}, but {name} cannot be called with three arguments: {error}."
-        ) from None
-    except ValueError:  # a builtin without a signature
-        return
-
-
-def _is_optax(update: Any) -> bool:
-    return callable(getattr(update, "init", None)) and callable(getattr(update, "update", None))
-
-
-def _optax_update(optimizer: Any) -> Callable:
-    import optax
-
-    takes_more = optax.with_extra_args_support(optimizer)  # such as the loss, as ``value``
-
-    def update(state: TrainState, grads: Any, loss: Any) -> tuple[TrainState, dict[str, Any]]:
-        given = grads, state.opt_state, state.params
-        try:
-            made = _with_value(takes_more, given, loss)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            _explain(error, optimizer, state)
-            raise
-        if not (isinstance(made, tuple) and len(made) == 2):
-            raise PipelineError(
-                f"the optimizer's update must return (updates, state), not {made!r}."
-            )
-        changes, opt_state = made
-        structures: list[Any] = [jax.tree.structure(changes), jax.tree.structure(state.params)]
-        if structures[0] != structures[1]:
-            raise PipelineError(
-                "the optimizer's updates have another structure than the parameters: "
-                f"{structures[0]} instead of {structures[1]}."
-            )
-        params = optax.apply_updates(state.params, changes)
-        new = replace(state, step=state.step + 1, params=params, opt_state=opt_state)
-        return new, {"grad_norm": _norm(grads)}
-
-    return update
-
-
-def _with_value(optimizer: Any, given: tuple[Any, Any, Any], loss: Any) -> Any:
-    try:
-        return optimizer.update(*given, value=loss)
-    except TypeError as error:  # some take extra arguments, and yet not this one
-        if "unexpected keyword argument 'value'" not in str(error):
-            raise
-    return optimizer.update(*given)
-
-
-def _explain(error: Exception, optimizer: Any, state: TrainState) -> None:
-    """Raise `PipelineError` where it is known why an optimizer's update failed."""
-    if "required keyword-only argument" in str(error):
-        raise PipelineError(
-            f"the optimizer asks for more than a training step can give it ({error}); beside "
-            "gradients, state and parameters it gets the loss, as value. Write an update "
-            "function (state, grads, aux) -> (state, metrics) that calls the optimizer."
-        ) from error
-    wanted: list[Any] = [
-        jax.tree.structure(jax.eval_shape(optimizer.init, state.params)),
-        jax.tree.structure(state.opt_state),
-    ]
-    if wanted[0] != wanted[1]:
-        raise PipelineError(
-            f"state.opt_state is not of this optimizer: its structure is {wanted[1]}, but the "
-            f"optimizer makes {wanted[0]}. Make a state with step.init(params)."
-        ) from error
-
-
 def _apart(tree: Any) -> Any:
     """The same tree, in which no array occurs twice: its buffers may all be donated."""
     seen: set[int] = set()
@@ -391,12 +309,6 @@ def _apart(tree: Any) -> Any:
         return leaf
 
     return jax.tree.map(once, tree)
-
-
-def _norm(tree: Any) -> jax.Array:
-    """The global norm, in the order and dtypes of ``optax.tree.norm``."""
-    squares = [jnp.sum(jnp.real(x * jnp.conj(x))) for x in jax.tree.leaves(tree)]
-    return jnp.sqrt(sum(squares))
 
 
 def _with_loss(metrics: Any, loss: Any, aux: Any, has_aux: bool) -> Any:

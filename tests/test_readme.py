@@ -42,6 +42,14 @@ def test_schedule_of_the_readme_trains_its_model(tmp_path):
     assert "step.svg" in done.stdout
 
 
+def test_python_of_the_guide_runs(tmp_path):
+    page = (ROOT / "docs/guide.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    assert len(blocks) > 6
+    done = run_python("\n".join(blocks), tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_first_lines_of_the_readme_are_the_two_commands():
     commands = re.findall(r"^    (pip install .*)$", README, flags=re.MULTILINE)
     assert commands == ["pip install . && jaxpipe demo", "pip install -e '.[test]' && pytest"]

@@ -13,6 +13,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.lower.memory import Memory
+from jaxpipe.plan import flops_costs
 from jaxpipe.scheduling import Costs, Graph, Plan, Schedule, Timeline
 
 if TYPE_CHECKING:
@@ -60,10 +61,9 @@ class Lowered:
         The unit is a device's forward of one microbatch through all its stages, on the mean of the
         devices, so that schedules with different numbers of stages can be compared.
         """
-        flops = {kind: [self._flops(s, kind) for s in range(self.graph.stages)] for kind in "FIWB"}
-        unit = sum(flops["F"]) / len(set(self.schedule.placement)) or 1.0
-        f, i, w, b = (tuple(x / unit for x in flops[kind]) for kind in "FIWB")
-        return Costs(F=f, I=i, W=w, B=b)
+        forward = sum(self._flops(stage, "F") for stage in range(self.graph.stages))
+        unit = forward / len(set(self.schedule.placement))
+        return flops_costs(self.stage_graph, flops_per_unit=unit or 1.0)
 
     def _flops(self, stage: int, kind: str) -> float:
         spec = self.stage_graph.stages[stage].passes.get(kind)
