@@ -37,7 +37,7 @@ UNTIMED_STEPS = 3  # the first steps compile and fill caches
 class Options:
     """What `jaxpipe demo` can be told; ``batch`` counts sequences, ``context`` bytes."""
 
-    steps: int = 200
+    steps: int = 160
     layers: int = 8
     width: int = 128
     heads: int = 4
