@@ -62,7 +62,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         f"{schedule_source.MICROBATCHES})",
     )
     for name, default, text in (
-        ("steps", 200, "training steps"),
+        ("steps", 160, "training steps"),
         ("layers", 8, "blocks of the decoder; it can be cut between any two"),
         ("width", 128, f"width of the decoder, a multiple of {HEADS}"),
         ("batch", 16, "sequences per step, a multiple of the microbatches"),
@@ -120,6 +120,7 @@ def run_demo(args: argparse.Namespace) -> None:
         steps=args.steps,
         layers=args.layers,
         width=args.width,
+        heads=HEADS,
         batch=args.batch,
         context=args.context,
         seed=args.seed,

@@ -35,19 +35,19 @@ UNTIMED_STEPS = 3  # the first steps compile and fill caches
 
 @dataclass(frozen=True)
 class Options:
-    """What `jaxpipe demo` can be told; ``batch`` counts sequences, ``context`` bytes."""
+    """What a demo does; ``batch`` counts sequences, ``context`` bytes."""
 
-    steps: int = 160
-    layers: int = 8
-    width: int = 128
-    heads: int = 4
-    batch: int = 16
-    context: int = 128
+    steps: int
+    layers: int
+    width: int
+    heads: int
+    batch: int
+    context: int
+    seed: int
+    reference: bool
+    out: Path
     learning_rate: float = 3e-3
-    seed: int = 0
-    reference: bool = True
     sample_length: int = 300
-    out: Path = Path("jaxpipe_demo.svg")
 
 
 @dataclass
